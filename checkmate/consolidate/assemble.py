@@ -83,6 +83,8 @@ def _stage(
         "scheduler_class": step.scheduler_class,
         **small,
     }
+    if any(first.counters):
+        result["optimizer_counters"] = [plain(dict(counters)) for counters in first.counters]
     if rank_buffers := _rank_buffers(snapshot.job, members, stage.buffers, buffers):
         result["rank_buffers"] = rank_buffers
     if by_name:

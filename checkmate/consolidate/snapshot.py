@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -64,6 +64,8 @@ class GroupState:
     names: Mapping[str, str]
     states: States
     """In the layout's memory order."""
+    counters: Sequence[Mapping[str, object]] = ()
+    """Of an optimizer whose state is copied: numbers that it keeps beside its state, for each of several."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,34 @@ def combine_shards(group: int, shards: Sequence[ShardState]) -> GroupState:
     record, without = record_of(headers)
     if without:
         raise Lacking({(group, first.shard.shard): [_not_come(without)]})
-    return GroupState(shards[0].layout, first.optimizer, record, first.names, states)
+    group_state = GroupState(shards[0].layout, first.optimizer, record, first.names, states)
+    return with_state(group_state) if first.optimizer.copied else group_state
+
+
+def with_state(copied: GroupState) -> GroupState:
+    """Return a group whose optimizer's state was copied with it where it is: at its parameters.
+
+    Tensors of state come as parameters of their own, and the record has what is not a tensor. Raise
+    `StateError` if the record does not fit.
+    """
+    layout, trained = copied.layout, copied.layout.trained
+    step = next((part.step for part in copied.record.parts if part.position == 0), pb.Step())
+    beside = state.loads(step.beside) if step.beside else {}
+    if not copied.record.parts:  # of before the first iteration
+        beside = {"stateless": range(len(trained))}
+    values, absent, stateless = (beside.get(key, {}) for key in ("values", "absent", "stateless"))
+    leaves = {number: dict(values.get(number, {})) for number in range(len(trained))}
+    numbers = {parameter.name: number for number, parameter in enumerate(trained)}
+    for number, entry in enumerate(layout.parameters):
+        owner = numbers[entry.name]
+        if entry.state and owner not in stateless and entry.state not in absent.get(owner, ()):
+            leaves[owner].setdefault(entry.state, state.from_held(entry, *copied.states[number])[0])
+    states: States = {}
+    for number, parameter in enumerate(trained):
+        tensor, _ = state.from_held(parameter, *copied.states[number])
+        states[number] = state.to_held(parameter, tensor, state.nested(leaves[number]))
+    layout = replace(layout, parameters=trained)
+    return replace(copied, layout=layout, states=states, counters=beside.get("counters", ()))
 
 
 def _not_come(buffers: Sequence[str]) -> str:

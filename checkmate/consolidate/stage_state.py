@@ -119,15 +119,19 @@ def _common(description: str, values: Mapping[int, T]) -> T:
     """Return a value that all groups have."""
     (first, first_value), *rest = values.items()
     for group, value in rest:
-        if isinstance(first_value, torch.Tensor) and isinstance(value, torch.Tensor):
-            same = equal_bits(first_value, value)
-        else:
-            same = type(first_value) is type(value) and first_value == value
-        if not same:
+        if not _same(first_value, value):
             raise state.StateError(
                 f"{description} is another one in DP group {first} than in DP group {group}"
             )
     return first_value
+
+
+def _same(first: object, second: object) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return equal_bits(first, second)
+    if isinstance(first, list | dict):  # of nested state
+        return type(first) is type(second) and state.dumps(first) == state.dumps(second)
+    return type(first) is type(second) and first == second
 
 
 def _buffers(member: GroupState, loaded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

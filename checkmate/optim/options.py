@@ -127,6 +127,8 @@ def _encode(value: Any) -> object:
         return {"numpy": [value.dtype.name, _encode(value.item())]}
     if value is None or type(value) in (bool, int, str):
         return value
+    if isinstance(value, torch.dtype):
+        return {"type": str(value).removeprefix("torch.")}
     if type(value) is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if type(value) in (list, tuple):
@@ -158,13 +160,18 @@ def _decode(value: Any) -> Any:
 
 
 def _decode_tensor(fields: Any) -> torch.Tensor:
-    dtype = getattr(torch, fields["dtype"])
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"no dtype {fields['dtype']}")
+    dtype = _decode_type(fields["dtype"])
     data = bytearray.fromhex(fields["data"])
     if not data:
         return torch.empty(0, dtype=dtype).reshape(fields["shape"])
     return torch.frombuffer(data, dtype=dtype).reshape(fields["shape"])
+
+
+def _decode_type(name: Any) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"no dtype {name}")
+    return dtype
 
 
 def _decode_float(text: Any) -> float:
@@ -191,6 +198,7 @@ _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "tuple": lambda items: tuple(_decode(item) for item in items),
     "dict": lambda pairs: {_decode(key): _decode(item) for key, item in pairs},
     "tensor": _decode_tensor,
+    "type": _decode_type,
     "numpy": _decode_numpy,
     "float": _decode_float,
 }

@@ -30,6 +30,7 @@ __all__ = [
     "beginnings",
     "build",
     "check_options",
+    "copied_spec_of",
     "default_dtype",
     "kind_of",
     "optimizer_classes",
@@ -144,6 +145,20 @@ def spec_of(optimizer: torch.optim.Optimizer, number: Mapping[nn.Parameter, int]
     return spec
 
 
+def copied_spec_of(optimizer: torch.optim.Optimizer, number: Mapping[nn.Parameter, int]) -> pb.OptimizerSpec:
+    """Describe an optimizer whose state is copied, so that its step may be any; otherwise like `spec_of`."""
+    spec = pb.OptimizerSpec(copied=True)
+    for member in members_of(optimizer):
+        kind = type(member)
+        if kind.__name__ == "LBFGS":
+            raise UnsupportedOptimizer(
+                f"LBFGS can't be followed, nor its state be copied: {_REASONS['LBFGS']}, so that no "
+                "iteration has an end that all ranks know; use an optimizer whose step follows one backward"
+            )
+        _add_groups_named(spec, member, f"{kind.__module__}.{kind.__qualname__}", number)
+    return spec
+
+
 def _add_groups(
     spec: pb.OptimizerSpec, optimizer: torch.optim.Optimizer, number: Mapping[nn.Parameter, int]
 ) -> None:
@@ -154,11 +169,19 @@ def _add_groups(
         name = next((name for name, cls in _installed_optimizers().items() if cls is kind), "")
         if not name:
             raise UnsupportedOptimizer(_why_not(optimizer))
-    for group in optimizer.param_groups:
-        index = len(spec.groups)
+    for index, group in enumerate(optimizer.param_groups, len(spec.groups)):
         check_options(group, index)
         if kind is torch.optim.SGD:
             _check_fused_momentum(group, index)
+    _add_groups_named(spec, optimizer, name, number)
+
+
+def _add_groups_named(
+    spec: pb.OptimizerSpec, optimizer: torch.optim.Optimizer, name: str, number: Mapping[nn.Parameter, int]
+) -> None:
+    """Add the groups of one optimizer, with its `name` in a spec. Raise as `spec_of`."""
+    for group in optimizer.param_groups:
+        index = len(spec.groups)
         numbers = [_number(parameter, number, index) for parameter in group["params"]]
         try:
             options = options_of(group)
@@ -210,6 +233,8 @@ def _kind_of_step(spec: pb.OptimizerSpec) -> tuple[object, ...]:
     groups = [list(group.parameters) for group in spec.groups]
     kinds = [kind_of(spec, group) for group in spec.groups]
     powers = {(of_base.base, of_base.values) for of_base in spec.powers}
+    if spec.copied:
+        return kinds, groups, True
     return kinds, spec.threads, spec.default_dtype or "float32", implementations, groups, powers
 
 

@@ -958,12 +958,17 @@ class OptimizerSpec(google.protobuf.message.Message):
     THREADS_FIELD_NUMBER: builtins.int
     DEFAULT_DTYPE_FIELD_NUMBER: builtins.int
     POWERS_FIELD_NUMBER: builtins.int
+    COPIED_FIELD_NUMBER: builtins.int
     name: builtins.str
     """such as torch.optim.AdamW; empty if groups have several"""
     threads: builtins.int
     """torch's in training, on which results of 16-bit parameters depend; 0: unknown"""
     default_dtype: builtins.str
     """torch's in training, which some state uses; empty: float32"""
+    copied: builtins.bool
+    """Nodes do not step: each iteration's "gradients" are the parameters and the optimizer's state after it. The layout
+    has entries for both.
+    """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ParamGroup]: ...
     @property
@@ -978,8 +983,9 @@ class OptimizerSpec(google.protobuf.message.Message):
         threads: builtins.int = ...,
         default_dtype: builtins.str = ...,
         powers: collections.abc.Iterable[Global___Powers] | None = ...,
+        copied: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["default_dtype", b"default_dtype", "groups", b"groups", "name", b"name", "powers", b"powers", "threads", b"threads"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["copied", b"copied", "default_dtype", b"default_dtype", "groups", b"groups", "name", b"name", "powers", b"powers", "threads", b"threads"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___OptimizerSpec: typing_extensions.TypeAlias = OptimizerSpec
@@ -1787,6 +1793,7 @@ class Step(google.protobuf.message.Message):
     SCHEDULER_CLASS_FIELD_NUMBER: builtins.int
     BEGINNINGS_FIELD_NUMBER: builtins.int
     WITH_GRADIENT_FIELD_NUMBER: builtins.int
+    BESIDE_FIELD_NUMBER: builtins.int
     skipped: builtins.bool
     """parameters do not change; with `options`, because of a GradScaler"""
     last: builtins.bool
@@ -1796,6 +1803,10 @@ class Step(google.protobuf.message.Message):
     scaler: builtins.bytes
     scheduler_class: builtins.str
     """with the classes of nested schedulers in brackets; empty: none"""
+    beside: builtins.bytes
+    """Of an optimizer whose state is copied, what the layout's tensors lack: numbers, names of entries that are absent,
+    tensors that it has not had at the start. Plain state (`checkmate.state.dumps`); empty: nothing.
+    """
     @property
     def options(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """JSON of each parameter group, just before the optimizer used it"""
@@ -1837,8 +1848,9 @@ class Step(google.protobuf.message.Message):
         scheduler_class: builtins.str = ...,
         beginnings: collections.abc.Iterable[Global___Beginning] | None = ...,
         with_gradient: collections.abc.Iterable[builtins.int] | None = ...,
+        beside: builtins.bytes = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["beginnings", b"beginnings", "last", b"last", "next_options", b"next_options", "options", b"options", "scaler", b"scaler", "scalings", b"scalings", "scheduler", b"scheduler", "scheduler_class", b"scheduler_class", "skipped", b"skipped", "slices", b"slices", "with_gradient", b"with_gradient", "without_gradient", b"without_gradient"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["beginnings", b"beginnings", "beside", b"beside", "last", b"last", "next_options", b"next_options", "options", b"options", "scaler", b"scaler", "scalings", b"scalings", "scheduler", b"scheduler", "scheduler_class", b"scheduler_class", "skipped", b"skipped", "slices", b"slices", "with_gradient", b"with_gradient", "without_gradient", b"without_gradient"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Step: typing_extensions.TypeAlias = Step

@@ -25,12 +25,14 @@ from checkmate.state.tensors import (
     same_bits,
     to_held,
 )
+from checkmate.state.trees import Leaf, leaves, nested
 
 __all__ = [
     "DTYPES",
     "EXTRA_STATE",
     "PIECE_BYTES",
     "Checksum",
+    "Leaf",
     "SeedReader",
     "StateError",
     "bytes_of",
@@ -43,10 +45,12 @@ __all__ = [
     "in_memory_order",
     "is_extra_state",
     "is_frozen_state",
+    "leaves",
     "load_generators",
     "loads",
     "local_of",
     "name_frozen",
+    "nested",
     "packed",
     "same_bits",
     "to_held",

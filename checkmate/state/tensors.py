@@ -29,6 +29,8 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
         torch.int8,
         torch.uint8,
         torch.bool,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
     )
 }
 """Supported types of tensors, by name."""

@@ -15,14 +15,14 @@ from typing import Any, ClassVar, Final
 
 from torch import nn
 
-from checkmate.base.wording import in_ranges
+from checkmate.base.wording import in_ranges, size
 from checkmate.errors import CheckmateError
 from checkmate.events.kinds import PROTECT_ENDED, PROTECT_STARTED
 from checkmate.events.process_log import say, seconds_since
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.kernel import described_device
 from checkmate.optim.several import OwnedShare
-from checkmate.optim.supported import spec_of
+from checkmate.optim.supported import kind_of, spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore
 from checkmate.training.checks import (
@@ -37,15 +37,17 @@ from checkmate.training.checks import (
 )
 from checkmate.training.default_log import show_log
 from checkmate.training.ending import ends_well, said_end
+from checkmate.training.errors import SessionError
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.gradients.buckets import CopiedGradients
 from checkmate.training.gradients.setup import make_front
 from checkmate.training.kept_events import keep_events
-from checkmate.training.lines.seeder import SeedSource
+from checkmate.training.lines.seeder import SeedSource, values_of
 from checkmate.training.loop import Batch, Loop, generators_of
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.buffers import Buffers, frozen_state
 from checkmate.training.record.capture import Watched
+from checkmate.training.record.copied_state import CopiedState, Follow, copied_state_of
 from checkmate.training.record.generators import FirstBatch
 from checkmate.training.record.publisher import Publisher
 from checkmate.training.record.recorder import Recorder
@@ -110,6 +112,7 @@ def protect(
     extra: Callable[[], Any] | None = None,
     wait: float = WAIT,
     required: bool = False,
+    follow: Follow = "auto",
 ) -> Protection:
     """Have the job's shadow nodes follow this run.
 
@@ -130,6 +133,9 @@ def protect(
             case, and never waits for a node later.
         required: With `collective: nccl`, whether it is an error if gradients can't be tagged. Otherwise
             training goes on with a warning, and without shadow nodes.
+        follow: How nodes follow: "gradients", by repeating the optimizer's step; or "state", by copies of
+            parameters and optimizer state after each step, which takes copies by hosts. By default "state"
+            only if the optimizer's step can't be repeated.
 
     Returns:
         The protection. Use it as a context manager, or call its `close` at the end of training.
@@ -140,7 +146,7 @@ def protect(
             that is `required`.
         RefusedError: Shadow nodes can't repeat what the script does, e.g. because of DDP's join(), another
             communication hook, or FSDP's settings.
-        UnsupportedOptimizer: Shadow nodes can't repeat the optimizer's step.
+        UnsupportedOptimizer: Shadow nodes can't repeat the optimizer's step, and its state can't be copied.
         LayoutError: A parameter is not dense in memory.
         StateError: Some state (scheduler, scaler, `extra`, a buffer) can't be stored.
         RestoreError: Rank 0 could not plan the start of training; or `restore` was not called, although nodes
@@ -166,13 +172,28 @@ def protect(
     check_model(watched, job.copies)
     check_kept(watched)
     names = wrapped.trained()
-    layouts = lay_out_shares(wrapped, place, slicing_of(place, wrapped))
-    spec = spec_of(watched.optimizer, {parameter: number for number, parameter in enumerate(names.values())})
+    restored = handover.take_start()
+    copied = restored.copied if restored is not None else None
+    if restored is not None and restored.follow != follow:
+        raise SessionError(
+            f"checkmate.restore was called with follow={restored.follow!r}, and checkmate.protect with "
+            f"follow={follow!r}: give both the same"
+        )
+    if copied is None:
+        copied = copied_state_of(wrapped, watched.optimizer, follow, job.copies)
+    watched = replace(watched, copied=copied)
+    layouts = lay_out_shares(wrapped, place, slicing_of(place, wrapped), copied)
+    if copied is None:
+        numbers = {parameter: number for number, parameter in enumerate(names.values())}
+        spec = spec_of(watched.optimizer, numbers)
+        lay_out_state(watched.optimizer)
+    else:
+        spec = copied.spec
+        _say_copied(place, copied)
     check_all_stepped(spec, list(names))
-    lay_out_state(watched.optimizer)
     with ExitStack() as undo:
         stubs = undo.enter_context(handover.take_stubs(place.job, place.keys()))
-        start = handover.take_start() or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
+        start = restored or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
         handover.hold()
         undo.callback(handover.release)
         if start.stayed:  # nodes that are there have kept their state, and others join while training goes on
@@ -188,6 +209,20 @@ def protect(
     )
     say(logging.DEBUG, event, "iteration %d comes next", start.next_iteration)
     return protection
+
+
+def _say_copied(place: Place, copied: CopiedState) -> None:
+    """Log on the first rank what copies of state take."""
+    if place.rank == 0:
+        gradients = sum(parameter.nbytes for parameter in copied.described if not parameter.state)
+        kinds = " and ".join(dict.fromkeys(kind_of(copied.spec, group) for group in copied.spec.groups))
+        _log.info(
+            "the state of %s is copied, because shadow nodes do not repeat its steps: %s of parameters and "
+            "state an iteration, %.1f times the bytes of gradients",
+            kinds,
+            size(copied.nbytes),
+            copied.nbytes / gradients,
+        )
 
 
 def _say_recovery(place: Place, start: Start) -> None:
@@ -234,7 +269,9 @@ def _assemble(
     names, layout = watched.model.trained(), layouts[place.group]
     parameters = list(names.values())
     devices = {parameter.device for parameter in parameters}
-    front, untagged = make_front(watched.model, place, layouts, start, devices, undo, required=required)
+    front, untagged = make_front(
+        watched.model, place, layouts, start, devices, undo, required=required, copied=watched.copied
+    )
     if untagged:
         place = replace(place, followed=False)
         run = replace(run, place=place)
@@ -249,9 +286,10 @@ def _assemble(
     opening = Opening(
         place, start, state_names, layout, run.optimizer, device, buffers, lambda: gradients.iteration
     )
-    slices = Slices(layout, parameters, watched.optimizer)
+    slices = Slices(layout, parameters, watched.optimizer, repeated=watched.copied is None)
     suspects = slices if place.first else None
-    followers = Followers(opening, stubs, SeedSource(layout, parameters, watched.optimizer, steps), suspects)
+    values = values_of(parameters, watched.optimizer) if watched.copied is None else watched.copied.values
+    followers = Followers(opening, stubs, SeedSource(layout, values, steps), suspects)
     undo.callback(followers.close)
     publisher = Publisher(opening.author(), followers.lines, gradients.has_passed)
     undo.callback(publisher.close, 0.0)
@@ -403,8 +441,8 @@ class Protection:
                 self._recorder.close(last)
             if Survivor.is_wanted:
                 Survivor.note_progress(self._steps.stepped)
-            if Survivor.is_wanted and not well:
-                run = self._run
+            run = self._run
+            if Survivor.is_wanted and not well and run.watched.copied is None:
                 Survivor.keep(
                     run.start.plan.run, self._steps.settled, run.layouts[run.place.group], run.watched
                 )

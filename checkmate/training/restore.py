@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from checkmate.training.default_log import show_log
 from checkmate.training.kept_events import keep_events
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
+from checkmate.training.record.copied_state import CopiedState, Follow, copied_state_of
 from checkmate.training.record.generators import RestoredTensors
 from checkmate.training.start import exchange, fence, from_disk, from_nodes, places, plans, sharing
 from checkmate.training.start.all_ranks import (
@@ -84,6 +86,7 @@ def restore(
     scaler: Scaler | None = None,
     timeout: float = TIMEOUT,
     checkpoints: str | Path | None = None,
+    follow: Follow = "auto",
 ) -> Restored:
     """Resume from the newest iteration that is complete on the shadow nodes.
 
@@ -100,6 +103,7 @@ def restore(
         timeout: How many seconds to wait for a complete iteration on the shadow nodes.
         checkpoints: A folder of checkpoints, or one checkpoint; by default $CHECKMATE_CHECKPOINTS. If the
             newest checkpoint can't be read, an older one is used only if it is named here.
+        follow: As in `protect`.
 
     Returns:
         The next iteration, and this rank's extra state.
@@ -111,6 +115,7 @@ def restore(
             can't reduce on the model's device.
         KeysError: The keys of role trainer are missing or can't be used.
         RefusedError: `scheduler` or `scaler` is something else, or FSDP's settings can't be followed.
+        UnsupportedOptimizer: Shadow nodes can neither repeat the optimizer's step nor copy its state.
     """
     began_at = time.monotonic()
     job = named_job()
@@ -126,7 +131,8 @@ def restore(
         slicing_of(place, wrapped)  # refuses before anything is restored
         with ExitStack() as undo:
             stubs = undo.enter_context(handover.take_stubs(place.job, place.keys()))
-            start, extra = _begin(place, watched, stubs, timeout, checkpoints)
+            copied = partial(copied_state_of, wrapped, watched.optimizer, follow, job.copies)
+            start, extra = _begin(place, watched, stubs, timeout, checkpoints, copied)
             if start.next_iteration and isinstance(watched.optimizer, OwnedShare):
                 watched.optimizer.share_with_others()
             undo.pop_all()
@@ -136,7 +142,7 @@ def restore(
         raise
     if Survivor.is_wanted and start.next_iteration:
         Survivor.note_progress(start.next_iteration - 1)
-    start.extra = RestoredTensors(extra)
+    start.extra, start.follow = RestoredTensors(extra), follow
     handover.restored(start, stubs, first=place.first)
     if place.rank == 0:
         handover.warn_if_unprotected(members_of(watched.optimizer))
@@ -152,7 +158,10 @@ def _begin(
     stubs: Stubs,
     timeout: float,
     checkpoints: str | Path | None,
+    copied: Callable[[], CopiedState | None],
 ) -> tuple[Start, Any]:
+    """Begin, or resume. `copied` tries the optimizer out, for which a run that begins has no need here."""
+
     def make() -> RestartPlan:
         return fence.plan_restore(
             place.job, stubs, timeout, lambda: from_disk.list_checkpoints(checkpoints).generation
@@ -187,6 +196,7 @@ def _begin(
     if isinstance(plan, RefusedStart):
         raise RestoreError(plan.trouble)
     if isinstance(plan, FromNodes):
+        watched = replace(watched, copied=copied())
         start = Start(plan, plan.iteration + 1, keep=True)
         survivor = _survivor(place, watched, plan)
         flags = exchange.gather([Survivor.loss is not None, survivor is not None], name_of=place.name_of)
@@ -213,11 +223,15 @@ def _begin(
         if not isinstance(agreed, WithoutState):
             raise exchange.ExchangeError("rank 0 has another Checkmate: install one version on all hosts")
         plan = replace(agreed, marks=plan.marks)
-    return _begin_without_nodes(place, watched, plan, checkpoints)
+    return _begin_without_nodes(place, watched, plan, checkpoints, copied)
 
 
 def _begin_without_nodes(
-    place: Place, watched: Watched, plan: NewRun | WithoutState, checkpoints: str | Path | None
+    place: Place,
+    watched: Watched,
+    plan: NewRun | WithoutState,
+    checkpoints: str | Path | None,
+    copied: Callable[[], CopiedState | None],
 ) -> tuple[Start, Any]:
     """Resume from disk, or begin with iteration 0 if there is nothing to resume from."""
     on_disk = agree(
@@ -230,6 +244,7 @@ def _begin_without_nodes(
     if on_disk.paths:
         if plan.trouble:
             log_once(place, plan.trouble)
+        watched = watched if watched.copied is not None else replace(watched, copied=copied())
         return from_disk.resume(place, watched, plan, on_disk)
     if isinstance(plan, WithoutState):
         raise RestoreError(f"{plan.trouble}; {from_disk.no_checkpoint(checkpoints)}; {ANEW}")

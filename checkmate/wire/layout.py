@@ -16,7 +16,15 @@ from typing import Any, Final
 from checkmate.base.wording import counted
 from checkmate.wire.nccl_slicing import KIND as NCCL_KIND
 from checkmate.wire.nccl_slicing import NcclSlicing
-from checkmate.wire.parameter import ITEMSIZES, LayoutError, Parameter, described, numbers, parameter_of
+from checkmate.wire.parameter import (
+    ITEMSIZES,
+    STATE_ITEMSIZES,
+    LayoutError,
+    Parameter,
+    described,
+    numbers,
+    parameter_of,
+)
 from checkmate.wire.parts import PartSlicing
 from checkmate.wire.schedule import RING_SLICING, Bucket, Slicing
 from checkmate.wire.shares import WHOLE, Share, owners
@@ -69,8 +77,13 @@ class Layout:
     def schedule(self) -> tuple[Bucket, ...]:
         """The buckets in the form that the ring's schedule and `stream_layout` use."""
         return tuple(
-            Bucket(bucket.elements, ITEMSIZES[bucket.dtype], bucket.shard) for bucket in self.buckets
+            Bucket(bucket.elements, STATE_ITEMSIZES[bucket.dtype], bucket.shard) for bucket in self.buckets
         )
+
+    @cached_property
+    def trained(self) -> tuple[Parameter, ...]:
+        """The parameters themselves, which come before the optimizer state that is copied."""
+        return tuple(parameter for parameter in self.parameters if not parameter.state)
 
     @cached_property
     def where(self) -> dict[int, tuple[int, BucketPlace]]:
@@ -173,10 +186,10 @@ def make_layout(
         LayoutError: if all parameters are empty, or fewer than shares, or one has an unsupported type.
     """
     for parameter in parameters:
+        types, subject = (STATE_ITEMSIZES, "copied state") if parameter.state else (ITEMSIZES, "gradients")
         for dtype in (parameter.dtype, parameter.gradient_dtype):
-            if dtype not in ITEMSIZES:
-                types = ", ".join(ITEMSIZES)
-                raise LayoutError(f"{parameter.name} has type {dtype}; gradients may be {types}")
+            if dtype not in types:
+                raise LayoutError(f"{parameter.name} has type {dtype}; {subject} may be {', '.join(types)}")
         dimensions = range(len(parameter.shape))
         if parameter.dim_order and sorted(parameter.dim_order) != [*dimensions]:
             raise LayoutError(f"{parameter.name} has dimensions {[*dimensions]}, not {parameter.dim_order}")
@@ -241,7 +254,7 @@ def _buckets(
         places = open_.setdefault(dtype, [])
         start = places[-1].stop if places else 0
         places.append(BucketPlace(i, start, start + parameters[i].elements))
-        if places[-1].stop * ITEMSIZES[dtype] >= bucket_bytes:
+        if places[-1].stop * STATE_ITEMSIZES[dtype] >= bucket_bytes:
             yield BucketLayout(shard, dtype, tuple(open_.pop(dtype)))
     for dtype, places in open_.items():
         yield BucketLayout(shard, dtype, tuple(places))

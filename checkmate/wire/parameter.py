@@ -16,6 +16,19 @@ DIMENSIONS_MAX: Final = 64
 ITEMSIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Supported types of gradients, by their name in torch, and bytes per element."""
 
+STATE_ITEMSIZES: Final = {
+    **ITEMSIZES,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+"""Supported types of optimizer state that is copied, and bytes per element."""
+
 
 class LayoutError(CheckmateError, ValueError):
     """Parameters have no valid layout."""
@@ -60,6 +73,8 @@ class Parameter:
     """If it is a chunk, where in the whole parameter it begins, in each dimension; else empty."""
     gradient: str = ""
     """The type in which its gradient is reduced, if it is not its own; a step casts the gradient to that."""
+    state: str = ""
+    """If it is copied optimizer state, which entry of the state of the parameter `name`; else ""."""
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int], strides: Sequence[int], dtype: str) -> Parameter:
@@ -87,23 +102,24 @@ class Parameter:
     @property
     def nbytes(self) -> int:
         """Its length in bytes."""
-        return self.elements * ITEMSIZES[self.dtype]
+        return self.elements * STATE_ITEMSIZES[self.dtype]
 
 
 _FIELDS: Final = tuple(field.name for field in fields(Parameter))
-_NEEDLESS: Final = frozenset({"whole", "offset", "gradient"})
+_NEEDLESS: Final = frozenset({"whole", "offset", "gradient", "state"})
 
 
 def described(parameter: Parameter) -> dict[str, Any]:
-    """Return a parameter's fields, without those of a chunk or of its gradient that it does not need."""
+    """Return a parameter's fields, without those that it does not need."""
     values = ((name, getattr(parameter, name)) for name in _FIELDS)
     return {name: value for name, value in values if value or name not in _NEEDLESS}
 
 
 def parameter_of(document: Any) -> Parameter:
     """Return a parameter of a description. Raise `TypeError`, `KeyError` or `ValueError` if it is not one."""
-    name, dtype, gradient = document["name"], document["dtype"], document.get("gradient", "")
-    if not all(isinstance(text, str) for text in (name, dtype, gradient)):
+    name, dtype = document["name"], document["dtype"]
+    gradient, state = document.get("gradient", ""), document.get("state", "")
+    if not all(isinstance(text, str) for text in (name, dtype, gradient, state)):
         raise TypeError("a parameter's name and types must be strings")
     parameter = Parameter(
         name,
@@ -113,6 +129,7 @@ def parameter_of(document: Any) -> Parameter:
         numbers(document.get("whole", [])),
         numbers(document.get("offset", [])),
         gradient,
+        state,
     )
     if len(parameter.shape) > DIMENSIONS_MAX:
         raise ValueError(f"{name} has {len(parameter.shape)} dimensions, more than {DIMENSIONS_MAX}")

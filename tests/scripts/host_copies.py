@@ -7,7 +7,7 @@ both of which reduce each of two micro-batches; `bare`, without a wrapper, whose
 `gan`, with two optimizers and two backwards a turn; `hooked`, DDP with a communication hook of the script's,
 which also scales gradients by hand; `mixed`, FSDP that reduces in fp16, with a GradScaler that skips a step;
 `tensor`, FSDP of what tensor parallelism has split; `zero`, DDP with a ZeroRedundancyOptimizer; `alone`, one
-process without a process group.
+process without a process group. A kind may name an optimizer of `tests.scripts.any_optimizer`: `ddp-muon`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
+from tests.scripts.any_optimizer import optimizers_of
 
 SHARDED = ("fsdp", "hsdp", "mixed", "tensor")
 OVERFLOW_AT = 7
@@ -108,7 +109,8 @@ class Turns:
                 parameter.grad *= 0.5
         if self.kind != "mixed":
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-        self.scaler.step(self.optimizers[0])
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
         self.scaler.update()
         return loss
 
@@ -134,6 +136,8 @@ class Training:
     rank: int
     layers: nn.Sequential | None = None
     optimizers: Sequence[torch.optim.Optimizer] = ()
+    optimizer: str = ""
+    """One of `any_optimizer`; by default AdamW."""
 
     def make(self) -> tuple[nn.Sequential, Sequence[torch.optim.Optimizer]]:
         """Make the model, and optimizers if they need no process group."""
@@ -158,7 +162,12 @@ class Training:
         """Make the optimizers of a model."""
         parameters = list(model.parameters())
         if self.kind == "zero":
-            return [ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-2)]
+            kind: Any = torch.optim.AdamW
+            if self.optimizer:
+                (kind,) = map(type, optimizers_of(self.optimizer, [nn.Parameter(torch.zeros(1))]))
+            return [ZeroRedundancyOptimizer(parameters, kind, lr=1e-2)]
+        if self.optimizer:
+            return optimizers_of(self.optimizer, parameters)
         parts = [parameters[:2], parameters[2:]] if self.kind == "gan" else [parameters]
         return [torch.optim.AdamW(part, lr=1e-2) for part in parts]
 
@@ -173,6 +182,8 @@ class Training:
         layers, optimizers = (self.layers, self.optimizers) if self.layers is not None else self.make()
         model = wrapped(kind, layers)
         optimizers = optimizers or self.make_optimizers(model)
+        for member in optimizers:
+            getattr(member, "train", bool)()  # of schedule-free ones
         schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5) for optimizer in optimizers]
         torch.manual_seed(rank + 1)
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3, enabled=kind == "mixed")
@@ -181,10 +192,11 @@ class Training:
         if len(optimizers) == 1:  # several can't have a scaler
             parts_of["scheduler"] = schedulers[0]
         optimizer = optimizers if len(optimizers) > 1 else optimizers[0]
-        begin, seen = checkmate.restore(model, optimizer, **parts_of)
+        follow: Any = "state" if self.optimizer == "copied" else "auto"
+        begin, seen = checkmate.restore(model, optimizer, **parts_of, follow=follow)
         count = seen or 0
         with (
-            checkmate.protect(model, optimizer, **parts_of, extra=lambda: count) as protection,
+            checkmate.protect(model, optimizer, **parts_of, extra=lambda: count, follow=follow) as protection,
             (self.folder / f"rank{rank}.jsonl").open("a") as log,
         ):
             for iteration in protection.steps(range(begin, iterations)):
@@ -211,9 +223,10 @@ class Training:
 
 def main() -> None:
     """Train, in place of a failure or without."""
-    kind, folder, iterations, seconds, *in_place = sys.argv[1:]
+    name, folder, iterations, seconds, *in_place = sys.argv[1:]
+    kind, _, optimizer = name.partition("-")
     rank = int(os.environ.get("RANK", "0"))
-    training = Training(kind, Path(folder), int(iterations), float(seconds), rank)
+    training = Training(kind, Path(folder), int(iterations), float(seconds), rank, optimizer=optimizer)
     if in_place:
         training.make_once()
         checkmate.resilient(training.train, keep=in_place == ["keep"])

@@ -391,7 +391,10 @@ def test_a_message_that_is_cut_is_refused_and_leaves_no_memory(job: Job) -> None
 def test_a_trainer_of_another_version_hears_who_is_older(job: Job) -> None:
     for greeting, words in (
         (bytes.fromhex("c4ec0002"), "the trainer has an older version"),
-        (bytes.fromhex("c4ec00030000000a"), "this shadow node has an older version"),
+        (
+            bytes.fromhex(f"c4ec0003{PROTOCOL + 1:08x}"),
+            "this shadow node has an older version",
+        ),
     ):
         with socket.create_connection(job.node(0).records_at, 5) as sock:
             sock.sendall(greeting)

@@ -81,8 +81,11 @@ def test_a_nic_that_is_not_this_machines_is_named() -> None:
         Serving(of_data(Job, data), 0)
 
 
+WEIGHT = Parameter("w", (4,), "float32")
+
+
 def request_of(of: Job, **changes: Any) -> pb.BeginRequest:
-    layout = make_layout([Parameter("w", (4,), "float32")], of.shards(0))
+    layout = make_layout([WEIGHT], of.shards(0))
     spec = pb.OptimizerSpec(name="torch.optim.SGD")
     spec.groups.add(parameters=[0], options='{"lr": 0.1}')
     fields = {
@@ -109,10 +112,18 @@ def request_of(of: Job, **changes: Any) -> pb.BeginRequest:
         ({"first_iteration": 2, "next_iteration": 1}, "nor the next below the first"),
         ({"layout": "{}"}, "not a layout"),
         (
-            {"layout": make_layout([Parameter("w", (4,), "float32")], 5).to_json()},
+            {"layout": make_layout([WEIGHT], 5).to_json()},
             "a layout of 5 shards: DP group 0 of job demo has 1",
         ),
         ({"optimizer": pb.OptimizerSpec(name="torch.optim.LBFGS")}, "unsupported optimizer"),
+        (
+            {"layout": make_layout([WEIGHT, Parameter("w", (9,), "uint8", state="codes")], 1).to_json()},
+            "the layout has optimizer state, which an optimizer that is repeated has itself",
+        ),
+        (
+            {"optimizer": pb.OptimizerSpec(name="x" * 5000, copied=True)},
+            "an optimizer's name has 5000 characters",
+        ),
     ],
 )
 def test_a_begin_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:

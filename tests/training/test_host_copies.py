@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import torch
 import yaml
 
 from testbed.ports import free_port
+from tests.scripts.any_optimizer import OPTIMIZERS, optimizers_of
 from tests.scripts.host_copies import PAUSED_AT
 from tests.support.documents import check_document
 from tests.support.units import NOBODY, USER, environment, python
@@ -175,11 +177,30 @@ JOBS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
+COPIED: Final = [
+    *(f"ddp-{optimizer}" for optimizer in OPTIMIZERS),
+    *("fsdp-muon", "fsdp-lion", "hsdp-adopt", "zero-adopt", "tensor-lion", "bare-soap", "mixed-copied"),
+]
+"""Kinds with an optimizer whose state is copied."""
+SLOW: Final = [kind for kind in (*JOBS, *COPIED) if kind not in ("ddp", "ddp-muon")]
+
+
+def installed(optimizer: str) -> None:
+    """Skip the test if the optimizer's package is missing."""
+    try:
+        if optimizer in OPTIMIZERS:
+            optimizers_of(optimizer, list(torch.nn.Linear(2, 2).parameters()))
+    except ImportError as error:
+        pytest.skip(f"{error.name} is not installed")
+
+
 @pytest.mark.parametrize(
-    "kind", ["ddp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in JOBS if kind != "ddp")]
+    "kind", ["ddp", "ddp-muon", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
 )
 def test_a_killed_rank_resumes_bit_for_bit(folder: Path, kind: str) -> None:
-    job = LoopbackJob(folder, kind, **JOBS[kind])
+    model, _, optimizer = kind.partition("-")
+    installed(optimizer)
+    job = LoopbackJob(folder, kind, **JOBS[model])
     with job.nodes():
         undisturbed = job.train("undisturbed")
         (job.folder / "undisturbed" / "pause").unlink()
@@ -198,6 +219,7 @@ def test_a_killed_rank_resumes_bit_for_bit(folder: Path, kind: str) -> None:
         assert killed.wait(120) == 0, job.log("killed")
     for rank in range(RANKS):
         check_lines(job, rank)
+    assert ("is copied, because shadow nodes do not repeat its steps" in job.log("killed")) == bool(optimizer)
     assert "Traceback" not in job.log("shadow0") + job.log("shadow1")
 
 

@@ -37,7 +37,8 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
     """
     shards = [plan.shard for plan in node.plans if plan.group == request.group]
     layout = check_begin(node.job, request, shards, machine_memory.total())
-    compile_for({DTYPES[parameter.dtype] for parameter in layout.parameters})  # not while others wait
+    if not request.optimizer.copied:
+        compile_for({DTYPES[parameter.dtype] for parameter in layout.parameters})  # not while others wait
     with node.moving() as state:
         start = start_of(request)
         state.leaving.check_here()
@@ -48,7 +49,7 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
             return _warnings(node, old)
         # Holders of a shard may have different bits, if a GPU's are repeated by one and not by another: the
         # trainers have read only one of them.
-        alike = node.job.replicas == 1 or not request.device.startswith("cuda")
+        alike = node.job.replicas == 1 or not (_is_gpu(request))
         reused = {hold.plan.shard: hold for hold in reusable(old, request, layout) if alike}
         records = Records(request.ranks, request.first_iteration, request.buffers)
         if old is not None and reused:
@@ -96,9 +97,14 @@ def _new_resources(
     return group
 
 
+def _is_gpu(request: pb.BeginRequest) -> bool:
+    """Return whether the node repeats a GPU's steps."""
+    return request.device.startswith("cuda") and not request.optimizer.copied
+
+
 def _replica(layout: Layout, plan: HoldPlan, request: pb.BeginRequest) -> Replica:
     try:
-        gpu = request.device.startswith("cuda")
+        gpu = _is_gpu(request)
         exact = not gpu or is_recorded(request.torch, request.device)
         arithmetic: Arithmetic = "gpu" if gpu else "cpu"
         return Replica(layout, plan.shard, request.optimizer, exact=exact, arithmetic=arithmetic)

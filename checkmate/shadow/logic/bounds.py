@@ -281,6 +281,8 @@ def check_begin(job: Job, request: pb.BeginRequest, shards: Iterable[int], memor
             "and shadow nodes must read the same job file"
         )
     layout = _layout(job, request)
+    if len(layout.trained) < len(layout.parameters) and not request.optimizer.copied:
+        raise CallRefused("the layout has optimizer state, which an optimizer that is repeated has itself")
     _check_optimizer(request.optimizer, len(layout.parameters))
     _check_names(request)
     _check_memory(layout, set(shards), memory)
@@ -305,7 +307,8 @@ def _layout(job: Job, request: pb.BeginRequest) -> Layout:
 def _check_optimizer(spec: pb.OptimizerSpec, parameters: int) -> None:
     """Refuse an unknown optimizer, or parameters that the layout does not have or that come twice."""
     for name in {kind_of(spec, group) for group in spec.groups} or {spec.name}:
-        if why := why_unknown(name[:MAX_NAME]):
+        check_text("an optimizer's name", name, MAX_NAME)
+        if not spec.copied and (why := why_unknown(name)):
             raise CallRefused(f"unsupported optimizer: {why}")
     if spec.threads > MAX_THREADS:
         raise CallRefused(f"{spec.threads} threads in training; at most {MAX_THREADS} are supported")

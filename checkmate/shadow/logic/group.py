@@ -132,8 +132,8 @@ def warnings(request: pb.BeginRequest, *, exact: bool) -> list[str]:
 
     `exact`: whether the node's steps give the bits of the trainers' device.
     """
-    if request.device.startswith("cuda") and exact:
-        return []  # by the step kernel, whatever this node's PyTorch does
+    if (request.device.startswith("cuda") and exact) or request.optimizer.copied:
+        return []  # by the step kernel, whatever this node's PyTorch does, or without any step
     node_software = {"torch": torch.__version__, "CPU capability": torch.backends.cpu.get_cpu_capability()}
     trainer_software = {"torch": request.torch, "CPU capability": request.capability}
     lines = [

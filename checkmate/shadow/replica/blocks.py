@@ -167,6 +167,11 @@ class Batch:
             return all(repeated)
 
     @property
+    def changes(self) -> bool:
+        """Whether a step writes to its parameters."""
+        return bool(self.blocks)
+
+    @property
     def by_kernel(self) -> bool:
         """Whether the kernel steps all of it, with the present options."""
         return all(block.by_kernel for block in self.blocks)
@@ -175,6 +180,25 @@ class Batch:
         """Set hyperparameters for the next step."""
         for block in self.blocks:
             block.optimizer.param_groups[0].update(options)
+
+
+@dataclass
+class CopiedBatch(Batch):
+    """Parameters, and tensors of optimizer state, that copies of the trainers' replace: they do not step."""
+
+    parameters: Mapping[int, StoredParameter] = field(default_factory=dict)
+
+    def step(self, gradients: Gradients, step: pb.Step) -> bool:
+        """Copy what has come in the place of gradients."""
+        for number, (bucket, start) in gradients.items():
+            flat = self.parameters[number].tensor.view(-1)
+            flat.copy_(bucket[start : start + flat.numel()])
+        return True
+
+    @property
+    def changes(self) -> bool:
+        """Whether a step writes to its parameters."""
+        return True
 
 
 def block_elements(parameters: Iterable[Parameter]) -> int:

@@ -21,6 +21,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import locks
 from checkmate.shadow.replica.blocks import (
     Batch,
+    CopiedBatch,
     Gradients,
     block_elements,
     check_scalings,
@@ -94,13 +95,19 @@ class Replica:
         parameters = [layout.parameters[number] for number in self.numbers]
         block = block_elements(parameters)
         kernel = StepKernel.of(spec, arithmetic)
-        whole = uncut(spec, {number: layout.parameters[number] for number in self.numbers}, kernel)
+        described = {number: layout.parameters[number] for number in self.numbers}
+        whole = set(described) if spec.copied else uncut(spec, described, kernel)
         self._parameters = {
             n: StoredParameter(layout.parameters[n], 0 if n in whole else block, threads)
             for n in self.numbers
         }
         self._groups = len(spec.groups)
-        self._batches = make_batches(spec, self._parameters, block, kernel)
+        self._copies = spec.copied
+        self._batches: Sequence[Batch] = (
+            [CopiedBatch(None, list(self.numbers), parameters=self._parameters)]
+            if spec.copied
+            else make_batches(spec, self._parameters, block, kernel)
+        )
         if arithmetic == "gpu":
             self.comparison.exact &= all(batch.by_kernel for batch in self._batches)
         self._begins_exact = self.comparison.exact
@@ -152,10 +159,10 @@ class Replica:
         """
         numbers_due = {number for number in self.numbers if self.at.get(number) == iteration - 1}
         options = self._options(step)
-        is_called = not step.skipped or bool(step.options)  # by a GradScaler, whatever the optimizer did then
-        bucket_gradients = (
-            self._gradients(numbers_due - set(step.without_gradient), gradients) if is_called else {}
-        )
+        # A skipped step: by a GradScaler, whatever the optimizer did then.
+        is_called = not step.skipped or bool(step.options) or self._copies
+        without = set() if self._copies else set(step.without_gradient)
+        bucket_gradients = self._gradients(numbers_due - without, gradients) if is_called else {}
         for batch in self._batches:
             numbers = [number for number in batch.numbers if number in numbers_due]
             if numbers:
@@ -270,7 +277,7 @@ class Replica:
             unread = [number for number in numbers if self._keep(number, self._parameters[number])]
         try:
             for number in unread:
-                if batch.blocks:
+                if batch.changes:
                     self._parameters[number].move()
             if options and batch.group is not None:
                 batch.put_options(options[batch.group])

@@ -25,10 +25,11 @@ from checkmate.training.errors import RefusedError
 from checkmate.training.gradients.ddp_hook import RebuiltReduction, after_backward
 from checkmate.training.gradients.part_route import Route
 from checkmate.training.gradients.part_stream import PartStream
+from checkmate.training.record.copied_state import CopiedState
 from checkmate.training.start.places import Place, Start
 from checkmate.wire.copies import PartGreeting, job_digest
 from checkmate.wire.layout import Layout
-from checkmate.wire.parameter import ITEMSIZES
+from checkmate.wire.parameter import STATE_ITEMSIZES
 from checkmate.wire.schedule import StreamLayout, StreamName
 
 
@@ -48,7 +49,7 @@ def part_slices(layout: Layout, stream: StreamLayout) -> list[PartSlice]:
         for place in bucket.places:
             first, stop = max(place.start, piece.where.start), min(place.stop, piece.where.stop)
             if first < stop:
-                offset = piece.offset + (first - piece.where.start) * ITEMSIZES[bucket.dtype]
+                offset = piece.offset + (first - piece.where.start) * STATE_ITEMSIZES[bucket.dtype]
                 where = range(first - place.start, stop - place.start)
                 slices.append(PartSlice(place.parameter, where, offset))
     return slices
@@ -111,6 +112,8 @@ class PartCopies:
     """Number of the last iteration that began; `first_iteration` - 1 before the first."""
     error: RingError | None = None
     """Nothing breaks training here."""
+    beside: Mapping[str, Any] | None = None
+    """What of the optimizer's state is in none of the tensors, if the state is copied."""
     is_due = False
     """Whether DDP has reduced gradients that no step has used: an iteration, also if none does."""
 
@@ -169,7 +172,7 @@ class PartCopies:
         self.complete()
         self.iteration += 1
         self.is_due = False
-        self._untaken = set(range(len(self.parameters)))
+        self._untaken = set(range(len(self.layout.parameters)))
         for part in self._shards:
             part.begin(self._device)
         return self.iteration
@@ -192,6 +195,10 @@ class PartCopies:
         self._untaken.difference_update(numbers)
         self.is_due = False
 
+    def stepped(self) -> None:
+        """Note that all optimizers have stepped: no step of the iteration follows."""
+        self.complete()
+
     def complete(self) -> None:
         """Have the iteration sent, with zeros for parameters that no step has used."""
         if self._untaken is None:
@@ -205,7 +212,7 @@ class PartCopies:
             part.send(self.iteration, self._down)
 
     def _place(self, data: torch.Tensor, part: PartSlice) -> torch.Tensor:
-        itemsize = ITEMSIZES[self.layout.parameters[part.parameter].gradient_dtype]
+        itemsize = STATE_ITEMSIZES[self.layout.parameters[part.parameter].gradient_dtype]
         return data[part.offset : part.offset + len(part.where) * itemsize]
 
     def _copy(self, data: torch.Tensor, slices: Sequence[PartSlice]) -> None:
@@ -247,6 +254,37 @@ class PartCopies:
     def close(self) -> None:
         """End the threads. What was not sent is lost."""
         self._undo.close()
+
+
+class StateCopies(PartCopies):
+    """This rank's part of the parameters and the optimizer's state after each iteration.
+
+    They are copied once it is over, so that all that the script has changed after the step is part of it.
+    """
+
+    def __init__(self, place: Place, layout: Layout, start: Start, copied: CopiedState) -> None:
+        """Create the streams. `copied` has the layout's tensors."""
+        self._state = copied
+        super().__init__(place, layout, start, copied.parameters)
+
+    def take(self, numbers: Collection[int]) -> None:
+        """Note that gradients are used, which are of no interest."""
+        self.is_due = False
+
+    def stepped(self) -> None:
+        """Do nothing: the iteration is not over."""
+
+    def complete(self) -> None:
+        """Copy all as it is now, and have it sent. Raise `StateError` if the optimizer's state can't be."""
+        if self._untaken is None:
+            return
+        self._state.look()
+        self.beside = self._state.beside
+        super().take(range(len(self.layout.parameters)))
+        super().complete()
+
+    def _flat(self, number: int) -> torch.Tensor | None:
+        return self._state.flat(number)
 
 
 class StepFront:

@@ -22,6 +22,7 @@ from checkmate.training.gradients.reducer import Reducer
 from checkmate.training.gradients.ring_reducer import RingReducer
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.model.trained import TrainedModel
+from checkmate.training.record.copied_state import CopiedState
 from checkmate.training.start import exchange
 from checkmate.training.start.places import Place, Start
 from checkmate.training.start.survivor import Survivor
@@ -81,16 +82,21 @@ def make_front(
     undo: ExitStack,
     *,
     required: bool,
+    copied: CopiedState | None = None,
 ) -> tuple[GradientFront, list[str]]:
     """Return what has a model's gradients copied, and why it does not tag them. All ranks call it.
 
-    Args and errors are those of `make_reducer`.
+    `copied`: the state that is copied in place of gradients. Other args and errors: as in `make_reducer`.
     """
     if place.job.copies == "host":
-        from checkmate.training.gradients.part_copies import PartCopies, StepFront  # noqa: PLC0415
+        from checkmate.training.gradients.part_copies import PartCopies, StateCopies, StepFront  # noqa: PLC0415
 
-        _check_same_layouts(place, layouts[place.group])
-        copies = PartCopies(place, layouts[place.group], start, list(model.trained().values()))
+        layout = layouts[place.group]
+        _check_same_layouts(place, layout)
+        if copied is None:
+            copies = PartCopies(place, layout, start, list(model.trained().values()))
+        else:
+            copies = StateCopies(place, layout, start, copied)
         resumed = None
         if isinstance(model, DdpModel):
             resumed = resumed_reduction(model.ddp, start.next_iteration)

@@ -28,13 +28,23 @@ SEED_SECONDS: Final = 60.0
 _PAUSE_SECONDS: Final = 0.2
 
 
+Values = tuple[torch.Tensor, Mapping[str, object]]
+"""A parameter and its optimizer state."""
+
+
+def values_of(
+    parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Callable[[int], Values]:
+    """Return what returns a parameter, by number, with its optimizer state."""
+    return lambda number: (parameters[number], optimizer.state.get(parameters[number], {}))
+
+
 @dataclass(frozen=True)
 class SeedSource:
-    """The source of seeds: this rank's parameters by number, and their optimizer state."""
+    """The source of seeds. `values` returns what this rank has of a parameter of the layout, by number."""
 
     layout: Layout
-    parameters: Sequence[nn.Parameter]
-    optimizer: torch.optim.Optimizer
+    values: Callable[[int], Values]
     steps: StepExclusion
 
     def copy(
@@ -56,8 +66,7 @@ class SeedSource:
                 if at is not None and iteration != at:
                     break
                 at = iteration
-                parameter = self.parameters[number]
-                tensor, values = copied(parameter, self.optimizer.state.get(parameter, {}))
+                tensor, values = copied(*self.values(number))
             copies.append((number, *state.to_held(self.layout.parameters[number], tensor, values)))
             nbytes += sum(
                 value.nbytes for value in [tensor, *values.values()] if isinstance(value, torch.Tensor)

@@ -17,6 +17,7 @@ from checkmate.state import bytes_of, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.buffers import Buffers, Later
+from checkmate.training.record.copied_state import CopiedState
 from checkmate.training.record.generators import MAX_CHECKS, DrawWatch, capture_generators
 from checkmate.training.record.windows import Copy, Window
 from checkmate.training.record.wrapped import class_of
@@ -31,6 +32,8 @@ class Watched:
     scheduler: Any = None
     scaler: Any = None
     extra: Callable[[], Any] | None = None
+    copied: CopiedState | None = None
+    """What is copied in place of gradients, if nodes can't repeat the optimizer's step."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class RecordDraft:
     scaled: list[Scaled] = field(default_factory=list)
     slices: list[tuple[Window, Copy]] = field(default_factory=list)
     buffers: dict[str, Later] | None = None  # not captured yet
+    beside: Mapping[str, Any] | None = None
+    """What of the optimizer's state is in none of the tensors that are copied, if it is."""
     refusal: RefusedError | None = None
     """The reason why it is refused, if the script has left its loop, perhaps by an error of its own."""
     checks: list[Callable[[], None]] = field(default_factory=list)
@@ -118,6 +123,8 @@ class RecordDraft:
 class StepCopies(Protocol):
     """Copies gradients as optimizers step. An iteration is a round of steps, one of each at most."""
 
+    beside: Mapping[str, Any] | None
+    """What of the optimizer's state is in none of the tensors, if the state is copied."""
     is_due: bool
     """Whether DDP has reduced gradients that no step has used: an iteration, also if none does."""
 
@@ -127,8 +134,11 @@ class StepCopies(Protocol):
     def take(self, numbers: Collection[int]) -> None:
         """Copy the gradients that a step is about to use, of parameters by number."""
 
+    def stepped(self) -> None:
+        """Note that all optimizers have stepped."""
+
     def complete(self) -> None:
-        """Note that no step of the iteration follows. Does nothing between two iterations."""
+        """Note that the iteration is over. Does nothing between two iterations."""
 
 
 class Capture:

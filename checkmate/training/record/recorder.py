@@ -486,7 +486,7 @@ class Recorder:
             if self._copies is not None:
                 # Not before the last step, which may fail, and be tried again.
                 if len(draft.stepped_by) == len(self._members):
-                    self._copies.complete()
+                    self._copies.stepped()
                 self._move_to_end()
             self._take_slices(draft)
             self._checks.note_step(optimizer)
@@ -555,6 +555,7 @@ class Recorder:
     def _emit_open(self, draft: RecordDraft) -> None:
         if self._copies is not None:
             self._copies.complete()
+            draft.beside = self._copies.beside
         self._open = None
         self._newest = draft.iteration
         self._unmarked += draft.is_over and not draft.marked

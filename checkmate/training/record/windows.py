@@ -143,13 +143,19 @@ class Slices:
     """Each iteration's slices of all shards of a model and its optimizer state."""
 
     def __init__(
-        self, layout: Layout, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
+        self,
+        layout: Layout,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        *,
+        repeated: bool = True,
     ) -> None:
+        """`repeated`: whether nodes repeat steps; else there is nothing to compare, and no slice."""
         self._orders = [parameter.dim_order for parameter in layout.parameters]
         self._parameters = parameters
         self._optimizer = optimizer
         self._places: dict[Window, _Place] = {}
-        shards = [layout.of_shard(shard) for shard in range(layout.shards)]
+        shards = [layout.of_shard(shard) for shard in range(layout.shards)] if repeated else []
         self._rotations = [Rotation(numbers, self._entries) for numbers in shards]
         cheap = all(parameter.is_cpu for parameter in parameters)  # on a device, each copy is a launch
         nbytes, least = (PARAMETER_BYTES, 64) if cheap else (SLICE_BYTES // 16, None)

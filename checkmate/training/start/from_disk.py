@@ -21,10 +21,12 @@ from checkmate.consolidate import checkpoint_folder, disk
 from checkmate.consolidate.chunks import Box
 from checkmate.consolidate.stages import Trained, stages
 from checkmate.job.schema import Job
+from checkmate.optim.options import OUTSIDE, put_options
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched
+from checkmate.training.record.copied_state import CopiedState
 from checkmate.training.start import exchange
 from checkmate.training.start.all_ranks import ANEW, TRAINING_ENDED, RestoreError, log_once, run_on_all_ranks
 from checkmate.training.start.install import (
@@ -118,7 +120,7 @@ def resume(
         _log.warning("%s: %s", path, resumed.other_ranks)
     if older:
         log_once(place, f"older checkpoints were not used: {checkpoints.unused_names}")
-    return Start(plan, record.iteration + 1, record=record), resumed.extra
+    return Start(plan, record.iteration + 1, record=record, copied=watched.copied), resumed.extra
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,13 @@ def _install(
     lacking = set(missing) & watched.model.trained().keys()
     if lacking or unexpected:
         raise InstallError(f"parameters missing: {sorted(lacking)}, unknown: {unexpected}")
-    load_optimizer(watched.optimizer, stage_data["optimizer"])
+    copied = watched.copied
+    if copied is None:
+        load_optimizer(watched.optimizer, stage_data["optimizer"])
+    else:
+        _install_copied(copied, watched.optimizer, stage_data)
+        copied.look()
+        record.parts[0].step.beside = state.dumps(copied.beside)
     parameters = watched.model.trained()
     names = set(stage_data.get("with_gradient", ()))
     numbers = [number for number, name in enumerate(parameters) if name in names]
@@ -195,6 +203,24 @@ def _install(
     record.parts[0].step.MergeFrom(pb.Step(options=options, next_options=options))
     extra = install_record(watched, record, place.position)
     return Resumed(record, extra, training_ended=bool(stage_data.get("ended"))), ranks
+
+
+def _install_copied(
+    copied: CopiedState, optimizer: torch.optim.Optimizer, stage_data: Mapping[str, Any]
+) -> None:
+    """Set optimizer state that is copied, and the options, from a checkpoint."""
+    saved = stage_data["optimizer"]
+    flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    of_parameter = {parameter: saved["state"].get(key, {}) for key, parameter in zip(keys, flat, strict=True)}
+    states = [of_parameter.get(parameter, {}) for parameter in copied.parameters]
+    copied.install_states(states, stage_data.get("optimizer_counters", ()))
+    trained = set(copied.parameters)
+    for parameter, entries in of_parameter.items():
+        if entries and parameter not in trained:
+            optimizer.state[parameter].update(entries)
+    for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        put_options(group, {key: value for key, value in options.items() if key not in OUTSIDE})
 
 
 def _record_of(stage_data: dict[str, Any], place: Place, of_rank: Mapping[int, int]) -> pb.IterationRecord:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from checkmate.base.wording import counted
 from checkmate.events.kinds import RESTORE_INSTALLED
@@ -24,8 +24,11 @@ from checkmate.training.start.install import (
     InstallError,
     check_optimizer,
     check_record,
+    install_copied,
+    install_frozen,
     install_gradients,
     install_optimizer,
+    install_options,
     install_parameters,
     install_record,
     part_of,
@@ -57,7 +60,8 @@ def read(
         InstallError: It does not fit the script's optimizer.
         OtherRanks: It is of other ranks, or of other parts of the model.
     """
-    layouts = lay_out_shares(watched.model, place, slicing_of(place, watched.model))
+    copied = watched.copied
+    layouts = lay_out_shares(watched.model, place, slicing_of(place, watched.model), copied)
     numbers = {parameter: number for number, parameter in enumerate(watched.model.trained().values())}
     requests: dict[ShardRequest, Sequence[int]] = {
         ShardRequest(place.job.job, plan.run, plan.iteration, group, shard): nodes
@@ -73,12 +77,13 @@ def read(
         own_numbers = frozenset(n for request in requests for n in request.parameters or ())
     if survivor is not None:
         requests = {replace(request, parameters=()): nodes for request, nodes in requests.items()}
-    fetched = fetch(requests, layouts, stubs, place, timeout)
+    fetched = fetch(requests, layouts, stubs, place, timeout, copied=copied is not None)
     if survivor is not None:
         fetched = replace(fetched, states=survivor.as_held(own_numbers), survivor=survivor)
     if plan.iteration >= 0 and not fetched.record.parts:
         raise FetchError(f"the record of iteration {plan.iteration} is missing")
-    check_optimizer(fetched.optimizer, spec_of(watched.optimizer, numbers))
+    spec = spec_of(watched.optimizer, numbers) if copied is None else copied.spec
+    check_optimizer(fetched.optimizer, spec)
     check_record(fetched.record, watched, place)
     return replace(fetched, needed_numbers=needed_numbers)
 
@@ -103,12 +108,19 @@ def install(place: Place, watched: Watched, start: Start, fetched: Fetched) -> A
         if (number := survivor.differs(states)) is not None:
             raise InstallError(f"what survivors have kept differs in {fetched.parameters[number].name}")
         states = survivor.values
-    install_parameters(parameters, states)
     recorded = [group.options for group in fetched.optimizer.groups]
-    options = part_of(fetched.record, 0).step.next_options or recorded
-    install_gradients(parameters, set(part_of(fetched.record, 0).step.with_gradient))
-    install_optimizer(watched.optimizer, numbers, states, options, fetched.record)
-    start.keep = fetched.same_buckets
+    step = part_of(fetched.record, 0).step
+    options = step.next_options or recorded
+    install_gradients(parameters, set(step.with_gradient))
+    if watched.copied is None:
+        install_parameters(parameters, states)
+        install_optimizer(watched.optimizer, numbers, states, options, fetched.record)
+    else:
+        tensors = {number: tensor for number, (tensor, _) in states.items()}
+        install_copied(watched.copied, tensors, step, start.next_iteration)
+        install_frozen(watched.optimizer, fetched.record)
+        install_options(watched.optimizer, options)
+    start.keep, start.copied = fetched.same_buckets, watched.copied
     start.record = fetched.record
     extra = install_record(watched, fetched.record, place.position)
     installed = RESTORE_INSTALLED(iteration=start.next_iteration - 1, seconds=seconds_since(began))
@@ -143,6 +155,8 @@ def fetch(
     stubs: Stubs,
     place: Place,
     timeout: float,
+    *,
+    copied: bool = False,
 ) -> Fetched:
     """Fetch all shards of a model at once.
 
@@ -154,12 +168,13 @@ def fetch(
         stubs: Stubs of the job's nodes.
         place: This rank's place. Its number rotates the order of the holders.
         timeout: In seconds, for all shards together.
+        copied: Whether the script has its optimizer's state copied.
 
     Raises:
         FetchError: None of a shard's holders returns it, or buffers are missing, or the model differs.
         OtherRanks: The nodes hold other parts of the model.
     """
-    how = ShardReading(time.monotonic() + timeout, accept=partial(_check_model, layouts))
+    how = ShardReading(time.monotonic() + timeout, accept=partial(_check_model, layouts, copied))
     try:
         order = {request: spread(holders, place.rank) for request, holders in requests.items()}
         shards_read = read_shards(stubs, order, how)
@@ -185,8 +200,19 @@ def spread(holders: Sequence[int], rank: int) -> list[int]:
     return [*holders[start:], *holders[:start]]
 
 
-def _check_model(layouts: Mapping[int, Layout], header: pb.SeedHeader, held_layout: Layout) -> None:
+_WAYS: Final = {True: "copies of the optimizer's state", False: "what they have stepped themselves"}
+
+
+def _check_model(
+    layouts: Mapping[int, Layout], copied: bool, header: pb.SeedHeader, held_layout: Layout
+) -> None:
     """Raise `FetchError` if the nodes hold another model, and `OtherRanks` if other parts of it."""
+    if header.optimizer.copied != copied:
+        raise FetchError(
+            f"the shadow nodes hold {_WAYS[header.optimizer.copied]}, and the script resumes from "
+            f"{_WAYS[copied]}: construct the optimizer as before, and give checkmate.restore and "
+            "checkmate.protect the same follow= as before"
+        )
     layout = layouts[header.shard.group]
     difference = different(held_layout, layout)
     if difference and in_other_parts(held_layout, layout):
@@ -226,10 +252,8 @@ def in_other_parts(held_layout: Layout, script_layout: Layout) -> bool:
     """Return whether a stored model differs from ours because ranks share it out in another way."""
     if held_layout.share != script_layout.share:
         return True
-    old = {parameter.name: parameter for parameter in held_layout.parameters}
-    both = [
-        (old[parameter.name], parameter) for parameter in script_layout.parameters if parameter.name in old
-    ]
+    old = {parameter.name: parameter for parameter in held_layout.trained}
+    both = [(old[parameter.name], parameter) for parameter in script_layout.trained if parameter.name in old]
     same = [
         (before, after)
         for before, after in both
@@ -245,4 +269,5 @@ def _compared(parameter: Parameter) -> Parameter:
 
 def _in_words(parameter: Parameter) -> str:
     chunk = f" at {list(parameter.offset)} of {list(parameter.whole)}" if parameter.whole else ""
-    return f"{parameter.name} {list(parameter.shape)}{chunk} {parameter.dtype}"
+    of_state = f"{parameter.state} of " if parameter.state else ""
+    return f"{of_state}{parameter.name} {list(parameter.shape)}{chunk} {parameter.dtype}"

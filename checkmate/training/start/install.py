@@ -16,6 +16,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import in_memory_order
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched
+from checkmate.training.record.copied_state import CopiedState
 from checkmate.training.record.generators import install_generators
 from checkmate.training.record.wrapped import class_of
 from checkmate.training.start.places import Place
@@ -170,13 +171,47 @@ def install_optimizer(
         for index, parameter in enumerate(flat)
         if (number := numbers.get(parameter, FROZEN)) in states and states[number][1]
     }
-    untrained = state.frozen_states(
-        {name: state.loads(data) for name, data in record.buffers.items() if state.is_frozen_state(name)}
-    )
-    whole["state"] = dict(sorted({**trained, **untrained}.items()))
+    whole["state"] = dict(sorted({**trained, **_frozen_states(record)}.items()))
     load_optimizer(optimizer, whole)
+    install_options(optimizer, options)
+
+
+def _frozen_states(record: pb.IterationRecord) -> dict[int, dict[str, object]]:
+    """Return the optimizer's state of parameters whose gradients are not reduced, by their numbers in it."""
+    frozen = {name: state.loads(data) for name, data in record.buffers.items() if state.is_frozen_state(name)}
+    return state.frozen_states(frozen)
+
+
+def install_options(optimizer: torch.optim.Optimizer, options: Sequence[str]) -> None:
+    """Set each group's options; none are given to keep them."""
     for group, text in zip(optimizer.param_groups, options, strict=bool(options)):
         apply_options(group, text)
+
+
+def install_copied(
+    copied: CopiedState, tensors: Mapping[int, torch.Tensor], step: pb.Step, next_iteration: int
+) -> None:
+    """Set parameters and copied optimizer state; before the first iteration the script's is as it was.
+
+    Raise `InstallError` if the script's optimizer does not create such state.
+    """
+    if not next_iteration:
+        copied.install_parameters(tensors)
+        return
+    try:
+        copied.install(tensors, state.loads(step.beside) if step.beside else {})
+    except state.StateError as error:
+        raise InstallError(str(error)) from None
+
+
+def install_frozen(optimizer: torch.optim.Optimizer, record: pb.IterationRecord) -> None:
+    """Set an optimizer's state of parameters whose gradients are not reduced, where all else is copied."""
+    flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, entries in _frozen_states(record).items():
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                value = value.to(flat[number].device)  # noqa: PLW2901
+            optimizer.state[flat[number]][name] = value
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.attached import AttachedData, attach, attached
 from checkmate.training.errors import SessionError
 from checkmate.training.model.trained import TrainedModel
+from checkmate.training.record.copied_state import CopiedState
 from checkmate.training.record.generators import RestoredTensors
 from checkmate.training.start import exchange
 from checkmate.training.start.plans import RestartPlan
@@ -256,8 +257,17 @@ def lay_out(
     return make_layout(model.describe(), shards, model.bucket_bytes, slicing, model.describe_frozen(), share)
 
 
-def lay_out_shares(model: TrainedModel, place: Place, slicing: Slicing) -> dict[int, Layout]:
-    """Return the layouts of all DP groups that train a model, by group. Raise `LayoutError` as `lay_out`."""
+def lay_out_shares(
+    model: TrainedModel, place: Place, slicing: Slicing, copied: CopiedState | None = None
+) -> dict[int, Layout]:
+    """Return the layouts of all DP groups that train a model, by group. Raise `LayoutError` as `lay_out`.
+
+    `copied`: the state that is laid out in place of gradients.
+    """
+    if copied is not None:
+        shards, bucket_bytes = place.job.shards(place.group), model.bucket_bytes
+        frozen = model.describe_frozen()
+        return {place.group: make_layout(copied.described, shards, bucket_bytes, slicing, frozen)}
     groups = place.together or (place.group,)
     return {
         group: lay_out(model, place.job.shards(group), slicing, Share(index, len(groups)))
@@ -275,6 +285,10 @@ class Start:
     """Whether nodes may go on with the holds that they have: known once layouts and buffers are compared."""
     record: pb.IterationRecord = field(default_factory=pb.IterationRecord)
     extra: RestoredTensors = field(default_factory=lambda: RestoredTensors(None))
+    follow: str | None = None
+    """The `follow=` of `restore`, which must be that of `protect`, too; `None` without a `restore`."""
+    copied: CopiedState | None = None
+    """The state that is copied in place of gradients, if it was restored."""
     stayed: Sequence[int] = ()
     """The ranks whose processes have stayed over a failure, after which they restart in place."""
     survivors: Sequence[int] = ()

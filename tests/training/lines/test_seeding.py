@@ -16,7 +16,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.exclusion import StepExclusion
-from checkmate.training.lines.seeder import Seeder, SeedSource
+from checkmate.training.lines.seeder import Seeder, SeedSource, values_of
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.start.followers import give_buffers
 from checkmate.training.start.places import Place, Start
@@ -44,7 +44,7 @@ class SeedingTraining:
         parameters = [
             Parameter.of(f"p{i}", p.shape, p.stride(), "float32") for i, p in enumerate(self.parameters)
         ]
-        return SeedSource(make_layout(parameters, 1), self.parameters, self.optimizer, self.steps)
+        return SeedSource(make_layout(parameters, 1), values_of(self.parameters, self.optimizer), self.steps)
 
     def note(self, iteration: int) -> None:
         averages = [self.optimizer.state.get(p, {}).get("exp_avg") for p in self.parameters]

@@ -187,7 +187,7 @@ def test_nothing_is_installed_of_what_does_not_fit(monkeypatch: pytest.MonkeyPat
         number: (tensor.detach() + 1, {}) for number, tensor in enumerate(resumed_loop.parameters)
     }
 
-    def fetched(*_: object) -> Fetched:
+    def fetched(*_: object, **__: object) -> Fetched:
         return Fetched(loop.layout.parameters, states, saved_record, spec, True)
 
     monkeypatch.setattr(from_nodes, "fetch", fetched)

@@ -24,7 +24,7 @@ from checkmate.shadow.process import Serving
 from checkmate.training.errors import RefusedError
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.lines.line import ATTENTIVE
-from checkmate.training.lines.seeder import SeedSource
+from checkmate.training.lines.seeder import SeedSource, values_of
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.start import followers as following
 from checkmate.training.start.followers import Followers, Opening
@@ -96,7 +96,7 @@ def followed(job: Job, position: int = 0, start: Start | None = None) -> Iterato
         Buffers(dict, everything=True),
         lambda: -1,
     )
-    source = SeedSource(LAYOUT, parameters, optimizer, StepExclusion(0))
+    source = SeedSource(LAYOUT, values_of(parameters, optimizer), StepExclusion(0))
     with Stubs(job, None) as stubs:
         rank = FollowedRank(opening, stubs, source, None)
         for line in rank.lines:

@@ -104,4 +104,4 @@ def test_other_parts_of_the_same_model_are_told_from_another_model(
     with pytest.raises(
         OtherRanks if is_moved else FetchError, match="other parts" if is_moved else "another model"
     ):
-        _check_model({0: layout}, header, make_layout([foreign], 1))
+        _check_model({0: layout}, False, header, make_layout([foreign], 1))
