@@ -227,23 +227,28 @@ def with_state(copied: GroupState) -> GroupState:
     `StateError` if the record does not fit.
     """
     layout, trained = copied.layout, copied.layout.trained
-    step = next((part.step for part in copied.record.parts if part.position == 0), pb.Step())
-    beside = state.loads(step.beside) if step.beside else {}
+    besides = {part.position: state.loads(part.beside) for part in copied.record.parts if part.beside}
     if not copied.record.parts:  # of before the first iteration
-        beside = {"stateless": range(len(trained))}
-    values, absent, stateless = (beside.get(key, {}) for key in ("values", "absent", "stateless"))
-    leaves = {number: dict(values.get(number, {})) for number in range(len(trained))}
+        besides = {0: {"stateless": range(len(trained))}}
+    leaves: dict[int, dict[str, object]] = {number: {} for number in range(len(trained))}
+    for beside in besides.values():
+        for number, values in beside.get("values", {}).items():
+            leaves[number] = dict(values) | leaves[number]
     numbers = {parameter.name: number for number, parameter in enumerate(trained)}
     for number, entry in enumerate(layout.parameters):
-        owner = numbers[entry.name]
-        if entry.state and owner not in stateless and entry.state not in absent.get(owner, ()):
-            leaves[owner].setdefault(entry.state, state.from_held(entry, *copied.states[number])[0])
+        if not entry.state:
+            continue
+        at, beside = numbers[entry.name], besides.get((entry.owner or (0,))[0], {})
+        absent = entry.state in beside.get("absent", {}).get(at, ())
+        if not (absent or at in beside.get("stateless", ())):
+            leaves[at].setdefault(entry.state, state.from_held(entry, *copied.states[number])[0])
     states: States = {}
     for number, parameter in enumerate(trained):
         tensor, _ = state.from_held(parameter, *copied.states[number])
         states[number] = state.to_held(parameter, tensor, state.nested(leaves[number]))
     layout = replace(layout, parameters=trained)
-    return replace(copied, layout=layout, states=states, counters=beside.get("counters", ()))
+    counters = besides.get(0, {}).get("counters", ())
+    return replace(copied, layout=layout, states=states, counters=counters)
 
 
 def _not_come(buffers: Sequence[str]) -> str:

@@ -123,6 +123,13 @@ def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer,
     return optimizer.members if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
 
 
+def entries_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """Return the state of a parameter, to write to: an empty one is made at the optimizer that steps it."""
+    member = next(member for member in members_of(optimizer) if parameter in parameters_of(member))
+    entries: dict[str, Any] = member.state.setdefault(parameter, {})
+    return entries
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
     """Return the parameters that an optimizer steps."""
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}

@@ -1681,6 +1681,7 @@ class RecordPart(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
+    BESIDE_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.int
     group: builtins.int
@@ -1697,6 +1698,11 @@ class RecordPart(google.protobuf.message.Message):
     """as in BeginRequest"""
     start: builtins.bytes
     """as in BeginRequest"""
+    beside: builtins.bytes
+    """Of an optimizer whose state is copied, what the layout's tensors lack: numbers, names of entries that are absent,
+    tensors that it has not had at the start. Plain state (`checkmate.state.dumps`); empty: nothing, or, unless the rank
+    is the first or some state is of one rank alone, as the first rank's.
+    """
     @property
     def ends(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StreamEnd]:
         """of the streams that the rank sends"""
@@ -1723,10 +1729,11 @@ class RecordPart(google.protobuf.message.Message):
         run: builtins.str = ...,
         start: builtins.bytes = ...,
         progress: Global___RankProgress | None = ...,
+        beside: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["progress", b"progress", "step", b"step"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "ends", b"ends", "extra", b"extra", "group", b"group", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "position", b"position", "progress", b"progress", "rng", b"rng", "run", b"run", "start", b"start", "step", b"step"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["beside", b"beside", "buffers", b"buffers", "ends", b"ends", "extra", b"extra", "group", b"group", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "position", b"position", "progress", b"progress", "rng", b"rng", "run", b"run", "start", b"start", "step", b"step"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RecordPart: typing_extensions.TypeAlias = RecordPart
@@ -1793,7 +1800,6 @@ class Step(google.protobuf.message.Message):
     SCHEDULER_CLASS_FIELD_NUMBER: builtins.int
     BEGINNINGS_FIELD_NUMBER: builtins.int
     WITH_GRADIENT_FIELD_NUMBER: builtins.int
-    BESIDE_FIELD_NUMBER: builtins.int
     skipped: builtins.bool
     """parameters do not change; with `options`, because of a GradScaler"""
     last: builtins.bool
@@ -1803,10 +1809,6 @@ class Step(google.protobuf.message.Message):
     scaler: builtins.bytes
     scheduler_class: builtins.str
     """with the classes of nested schedulers in brackets; empty: none"""
-    beside: builtins.bytes
-    """Of an optimizer whose state is copied, what the layout's tensors lack: numbers, names of entries that are absent,
-    tensors that it has not had at the start. Plain state (`checkmate.state.dumps`); empty: nothing.
-    """
     @property
     def options(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """JSON of each parameter group, just before the optimizer used it"""
@@ -1848,9 +1850,8 @@ class Step(google.protobuf.message.Message):
         scheduler_class: builtins.str = ...,
         beginnings: collections.abc.Iterable[Global___Beginning] | None = ...,
         with_gradient: collections.abc.Iterable[builtins.int] | None = ...,
-        beside: builtins.bytes = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["beginnings", b"beginnings", "beside", b"beside", "last", b"last", "next_options", b"next_options", "options", b"options", "scaler", b"scaler", "scalings", b"scalings", "scheduler", b"scheduler", "scheduler_class", b"scheduler_class", "skipped", b"skipped", "slices", b"slices", "with_gradient", b"with_gradient", "without_gradient", b"without_gradient"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["beginnings", b"beginnings", "last", b"last", "next_options", b"next_options", "options", b"options", "scaler", b"scaler", "scalings", b"scalings", "scheduler", b"scheduler", "scheduler_class", b"scheduler_class", "skipped", b"skipped", "slices", b"slices", "with_gradient", b"with_gradient", "without_gradient", b"without_gradient"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Step: typing_extensions.TypeAlias = Step

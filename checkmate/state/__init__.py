@@ -23,6 +23,7 @@ from checkmate.state.tensors import (
     local_of,
     name_frozen,
     same_bits,
+    sharded_like,
     to_held,
 )
 from checkmate.state.trees import Leaf, leaves, nested
@@ -53,6 +54,7 @@ __all__ = [
     "nested",
     "packed",
     "same_bits",
+    "sharded_like",
     "to_held",
     "to_number",
     "to_seeds",

@@ -84,6 +84,23 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def sharded_like(parameter: torch.Tensor, value: Any) -> Any:
+    """Return this rank's part of something, as a DTensor if the parameter is one and has its shape."""
+    local = local_of(parameter)
+    if local is parameter or not isinstance(value, torch.Tensor) or value.shape != local.shape:
+        return value
+    if local_of(value) is not value:
+        return value
+    like: Any = parameter
+    if local.device.type != like.device_mesh.device_type:  # offloaded: `from_local` would move it to the GPU
+        sharded = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
+        local_of(sharded).copy_(value)
+        return sharded
+    return type(like).from_local(
+        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def in_memory_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """Return a tensor with its dimensions in the given order, or unchanged if `order` is empty."""
     return tensor.permute(*order) if order else tensor

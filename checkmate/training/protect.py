@@ -47,7 +47,7 @@ from checkmate.training.loop import Batch, Loop, generators_of
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.buffers import Buffers, frozen_state
 from checkmate.training.record.capture import Watched
-from checkmate.training.record.copied_state import CopiedState, Follow, copied_state_of
+from checkmate.training.record.copied_state import CopiedState, Follow
 from checkmate.training.record.generators import FirstBatch
 from checkmate.training.record.publisher import Publisher
 from checkmate.training.record.recorder import Recorder
@@ -57,7 +57,7 @@ from checkmate.training.start.followers import Followers, Opening
 from checkmate.training.start.install import lay_out_state, own_buffers
 from checkmate.training.start.named_job import named_job
 from checkmate.training.start.nccl_runtime import slicing_of
-from checkmate.training.start.places import Handover, Place, Start, join, lay_out_shares
+from checkmate.training.start.places import Handover, Place, Start, copied_state, join, lay_out_shares
 from checkmate.training.start.plans import NewRun
 from checkmate.training.start.survivor import Survivor
 from checkmate.wire.layout import Layout
@@ -180,7 +180,7 @@ def protect(
             f"follow={follow!r}: give both the same"
         )
     if copied is None:
-        copied = copied_state_of(wrapped, watched.optimizer, follow, job.copies)
+        copied = copied_state(place, wrapped, watched.optimizer, follow)
     watched = replace(watched, copied=copied)
     layouts = lay_out_shares(wrapped, place, slicing_of(place, wrapped), copied)
     if copied is None:

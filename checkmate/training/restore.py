@@ -29,7 +29,7 @@ from checkmate.training.default_log import show_log
 from checkmate.training.kept_events import keep_events
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
-from checkmate.training.record.copied_state import CopiedState, Follow, copied_state_of
+from checkmate.training.record.copied_state import CopiedState, Follow
 from checkmate.training.record.generators import RestoredTensors
 from checkmate.training.start import exchange, fence, from_disk, from_nodes, places, plans, sharing
 from checkmate.training.start.all_ranks import (
@@ -131,7 +131,7 @@ def restore(
         slicing_of(place, wrapped)  # refuses before anything is restored
         with ExitStack() as undo:
             stubs = undo.enter_context(handover.take_stubs(place.job, place.keys()))
-            copied = partial(copied_state_of, wrapped, watched.optimizer, follow, job.copies)
+            copied = partial(places.copied_state, place, wrapped, watched.optimizer, follow)
             start, extra = _begin(place, watched, stubs, timeout, checkpoints, copied)
             if start.next_iteration and isinstance(watched.optimizer, OwnedShare):
                 watched.optimizer.share_with_others()

@@ -49,6 +49,8 @@ class BucketLayout:
     shard: int
     dtype: str
     places: tuple[BucketPlace, ...]
+    owner: int | None = None
+    """The position of the only rank that has it; `None` if all have it."""
 
     @property
     def elements(self) -> int:
@@ -77,7 +79,8 @@ class Layout:
     def schedule(self) -> tuple[Bucket, ...]:
         """The buckets in the form that the ring's schedule and `stream_layout` use."""
         return tuple(
-            Bucket(bucket.elements, STATE_ITEMSIZES[bucket.dtype], bucket.shard) for bucket in self.buckets
+            Bucket(bucket.elements, STATE_ITEMSIZES[bucket.dtype], bucket.shard, bucket.owner)
+            for bucket in self.buckets
         )
 
     @cached_property
@@ -247,14 +250,14 @@ def _runs(order: Sequence[int], parameters: Sequence[Parameter], shards: int) ->
 def _buckets(
     run: Sequence[int], parameters: Sequence[Parameter], shard: int, bucket_bytes: int
 ) -> Iterator[BucketLayout]:
-    """Yield a shard's buckets, one per type at a time: full ones first, the rest in order of opening."""
-    open_: dict[str, list[BucketPlace]] = {}
+    """Yield a shard's buckets, one per type and owner at a time: full ones first, the rest as opened."""
+    open_: dict[tuple[str, tuple[int, ...]], list[BucketPlace]] = {}
     for i in run:
-        dtype = parameters[i].gradient_dtype
-        places = open_.setdefault(dtype, [])
+        dtype, owner = kind = parameters[i].gradient_dtype, parameters[i].owner
+        places = open_.setdefault(kind, [])
         start = places[-1].stop if places else 0
         places.append(BucketPlace(i, start, start + parameters[i].elements))
         if places[-1].stop * STATE_ITEMSIZES[dtype] >= bucket_bytes:
-            yield BucketLayout(shard, dtype, tuple(open_.pop(dtype)))
-    for dtype, places in open_.items():
-        yield BucketLayout(shard, dtype, tuple(places))
+            yield BucketLayout(shard, dtype, tuple(open_.pop(kind)), *owner)
+    for (dtype, owner), places in open_.items():
+        yield BucketLayout(shard, dtype, tuple(places), *owner)

@@ -75,6 +75,8 @@ class Parameter:
     """The type in which its gradient is reduced, if it is not its own; a step casts the gradient to that."""
     state: str = ""
     """If it is copied optimizer state, which entry of the state of the parameter `name`; else ""."""
+    owner: tuple[int, ...] = ()
+    """If only one rank of its DP group has it, that one's position; else empty."""
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int], strides: Sequence[int], dtype: str) -> Parameter:
@@ -106,7 +108,7 @@ class Parameter:
 
 
 _FIELDS: Final = tuple(field.name for field in fields(Parameter))
-_NEEDLESS: Final = frozenset({"whole", "offset", "gradient", "state"})
+_NEEDLESS: Final = frozenset({"whole", "offset", "gradient", "state", "owner"})
 
 
 def described(parameter: Parameter) -> dict[str, Any]:
@@ -130,11 +132,14 @@ def parameter_of(document: Any) -> Parameter:
         numbers(document.get("offset", [])),
         gradient,
         state,
+        numbers(document.get("owner", [])),
     )
     if len(parameter.shape) > DIMENSIONS_MAX:
         raise ValueError(f"{name} has {len(parameter.shape)} dimensions, more than {DIMENSIONS_MAX}")
     if math.prod(max(size, 1) for size in parameter.shape) > ELEMENTS_MAX:
         raise ValueError(f"{name} has more than {ELEMENTS_MAX} elements")
+    if len(parameter.owner) > 1:
+        raise ValueError(f"{name} has {len(parameter.owner)} owners")
     return parameter
 
 

@@ -17,7 +17,10 @@ KIND: Final = "parts"
 
 @dataclass(frozen=True, slots=True)
 class PartSlicing:
-    """The rank at position p of n sends the bytes [N p // n, N (p + 1) // n), cut at whole elements."""
+    """The rank at position p of n sends the bytes [N p // n, N (p + 1) // n), cut at whole elements.
+
+    N are the bytes that all ranks have. A bucket that only one rank has is sent by that rank, whole.
+    """
 
     def is_sender(self, position: int, ranks: int) -> bool:
         """Return whether the rank at a position of its group sends streams: each does."""
@@ -27,17 +30,17 @@ class PartSlicing:
         self, buckets: Sequence[Bucket], stream: StreamName, channels: int, ranks: int
     ) -> StreamLayout:
         """Return the places of the bytes of a rank's part that are in a shard."""
-        total = sum(bucket.nbytes for bucket in buckets)
+        total = sum(bucket.nbytes for bucket in buckets if bucket.owner is None)
         first, stop = total * stream.sender // ranks, total * (stream.sender + 1) // ranks
         order = sorted(range(len(buckets)), key=lambda index: (buckets[index].shadow_id, index))
         pieces, before, offset = [], 0, 0
         for index in order:
             bucket = buckets[index]
-            where = range(
-                _element(bucket, first - before),
-                _element(bucket, stop - before),
-            )
-            before += bucket.nbytes
+            if bucket.owner is None:
+                where = range(_element(bucket, first - before), _element(bucket, stop - before))
+                before += bucket.nbytes
+            else:
+                where = range(bucket.elements if bucket.owner == stream.sender else 0)
             if where and bucket.shadow_id == stream.shard:
                 pieces.append(Piece(offset, index, where))
                 offset += len(where) * bucket.itemsize

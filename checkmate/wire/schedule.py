@@ -87,6 +87,8 @@ class Bucket:
     elements: int
     itemsize: int
     shadow_id: int
+    owner: int | None = None
+    """The position of the only rank that has it; `None` if all have it."""
 
     @property
     def nbytes(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 Parameters = Sequence[nn.Parameter]
@@ -16,6 +17,28 @@ def _muon(parameters: Parameters) -> list[torch.optim.Optimizer]:
     matrices = [parameter for parameter in parameters if parameter.dim() == 2]
     rest = [parameter for parameter in parameters if parameter.dim() != 2]
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-2)]
+
+
+class SpreadMomentum(torch.optim.Optimizer):
+    """Steps each parameter on one rank, which alone has its momentum, as distributed Muons do."""
+
+    def __init__(self, parameters: Parameters, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step what is this rank's, and give it to the others."""
+        for group in self.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                owner = number % dist.get_world_size()
+                if owner == dist.get_rank():
+                    entries = self.state[parameter]
+                    if not entries:
+                        entries.update(momentum=torch.zeros_like(parameter), turns=0)
+                    entries["turns"] += 1
+                    entries["momentum"].mul_(0.9).add_(parameter.grad)
+                    parameter.sub_(entries["momentum"], alpha=group["lr"] / entries["turns"] ** 0.5)
+                dist.broadcast(parameter, owner)
 
 
 def _adamw(parameters: Parameters) -> list[torch.optim.Optimizer]:
@@ -64,6 +87,7 @@ OPTIMIZERS: Final[Mapping[str, Callable[[Parameters], list[torch.optim.Optimizer
     "shampoo": _of_package("Shampoo"),
     "adopt": _of_package("ADOPT"),
     "eightbit": _eight_bits,
+    "spread": lambda parameters: [SpreadMomentum(parameters, lr=0.05)],
     "copied": _adamw,
 }
 

@@ -85,6 +85,13 @@ def average(model: nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
+@torch.no_grad()
+def scale(model: nn.Module, factor: float) -> None:
+    """Multiply all parameters, which no optimizer does."""
+    for parameter in model.parameters():
+        parameter.mul_(factor)
+
+
 @dataclass
 class Turns:
     """The turns of a kind of script."""
@@ -183,7 +190,7 @@ class Training:
         model = wrapped(kind, layers)
         optimizers = optimizers or self.make_optimizers(model)
         for member in optimizers:
-            getattr(member, "train", bool)()  # of schedule-free ones
+            getattr(member, "train", bool)()  # protect tries it out, which it refuses in its other mode
         schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5) for optimizer in optimizers]
         torch.manual_seed(rank + 1)
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3, enabled=kind == "mixed")
@@ -203,7 +210,13 @@ class Training:
                 data = batch(iteration, rank // 2 if kind == "tensor" else rank)
                 if kind == "mixed" and iteration == OVERFLOW_AT:
                     data = data * float("inf")
+                if self.optimizer == "lion":  # a turn begins with it, so it is not of the one before
+                    scale(model, 0.99)
+                for member in optimizers:
+                    getattr(member, "train", bool)()  # of schedule-free ones
                 loss = turns.take(data)
+                for member in optimizers:
+                    getattr(member, "eval", bool)()
                 for scheduler in schedulers:
                     scheduler.step()
                 model.zero_grad()
@@ -219,6 +232,9 @@ class Training:
                 print(json.dumps(line), file=log, flush=True)
                 while iteration == PAUSED_AT and (self.folder / "pause").exists():
                     time.sleep(0.05)
+            if self.optimizer == "lion":  # neither is what comes after the loop
+                torch.save(model.state_dict(), self.folder / f"end{rank}.pt")
+                scale(model, 0.5)
 
 
 def main() -> None:

@@ -111,7 +111,7 @@ class LoopbackJob:
         (results / "pause").touch()
         os.chown(results, NOBODY, NOBODY)
         script = ["tests.scripts.host_copies", self.kind, str(results), str(self.iterations), str(seconds)]
-        if self.kind == "alone":
+        if self.kind.startswith("alone"):
             return self.start(name, *script)
         options = [f"--nproc-per-node={RANKS}", "--standalone", "--max-restarts=10", "--monitor-interval=0.1"]
         return self.start(name, "torch.distributed.run", *options, "-m", *script)
@@ -221,6 +221,21 @@ def test_a_killed_rank_resumes_bit_for_bit(folder: Path, kind: str) -> None:
         check_lines(job, rank)
     assert ("is copied, because shadow nodes do not repeat its steps" in job.log("killed")) == bool(optimizer)
     assert "Traceback" not in job.log("shadow0") + job.log("shadow1")
+
+
+@pytest.mark.slow
+def test_what_a_script_does_after_its_loop_is_not_copied(folder: Path) -> None:
+    job = LoopbackJob(folder, "alone-lion", ranks=1)
+    installed("lion")
+    with job.nodes():
+        training = job.train("undisturbed")
+        (job.folder / "undisturbed" / "pause").unlink()
+        assert training.wait(60) == 0, job.log("undisturbed")
+        job.command("consolidate", str(job.file), "--format", "torch", "--out", str(folder / "end"))
+    (file,) = [file for file in folder.glob("end*") if file.suffix == ".pt" or file.is_file()]
+    model = torch.load(file)["model"]
+    expected = torch.load(folder / "undisturbed" / "end0.pt")
+    assert all(torch.equal(model[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_script_of_one_process_resumes(folder: Path) -> None:

@@ -281,6 +281,8 @@ def check_begin(job: Job, request: pb.BeginRequest, shards: Iterable[int], memor
             "and shadow nodes must read the same job file"
         )
     layout = _layout(job, request)
+    if wrong := [p.owner[0] for p in layout.parameters if p.owner and p.owner[0] >= ranks]:
+        raise CallRefused(f"state of the rank at position {max(wrong)}: the DP group has {ranks}")
     if len(layout.trained) < len(layout.parameters) and not request.optimizer.copied:
         raise CallRefused("the layout has optimizer state, which an optimizer that is repeated has itself")
     _check_optimizer(request.optimizer, len(layout.parameters))

@@ -112,8 +112,8 @@ class PartCopies:
     """Number of the last iteration that began; `first_iteration` - 1 before the first."""
     error: RingError | None = None
     """Nothing breaks training here."""
-    beside: Mapping[str, Any] | None = None
-    """What of the optimizer's state is in none of the tensors, if the state is copied."""
+    beside = b""
+    """What of the optimizer's state is in none of the tensors, as plain state, if the state is copied."""
     is_due = False
     """Whether DDP has reduced gradients that no step has used: an iteration, also if none does."""
 
@@ -184,20 +184,19 @@ class PartCopies:
         """
         if self._untaken is None:
             raise RuntimeError("no iteration has begun")
-        if self._down is not None and torch.cuda.is_current_stream_capturing():
-            raise RefusedError(
-                "a CUDA graph captures optimizer.step(), whose gradients would be copied once only: leave "
-                "the step out of CUDA graphs"
-            )
+        self._refuse_graphs()
         for part in self._shards:
             if (data := part.data) is not None:
                 self._copy(data, [piece for piece in part.slices if piece.parameter in numbers])
         self._untaken.difference_update(numbers)
         self.is_due = False
 
-    def stepped(self) -> None:
+    def stepped(self, *, marking: bool) -> None:
         """Note that all optimizers have stepped: no step of the iteration follows."""
         self.complete()
+
+    def capture(self) -> None:
+        """Do nothing: gradients are copied as optimizers use them."""
 
     def complete(self) -> None:
         """Have the iteration sent, with zeros for parameters that no step has used."""
@@ -210,6 +209,13 @@ class PartCopies:
                     if part_slice.parameter in untaken:
                         self._place(data, part_slice).zero_()
             part.send(self.iteration, self._down)
+
+    def _refuse_graphs(self) -> None:
+        if self._down is not None and torch.cuda.is_current_stream_capturing():
+            raise RefusedError(
+                "a CUDA graph captures optimizer.step(), of which copies would be made once only: leave the "
+                "step out of CUDA graphs"
+            )
 
     def _place(self, data: torch.Tensor, part: PartSlice) -> torch.Tensor:
         itemsize = STATE_ITEMSIZES[self.layout.parameters[part.parameter].gradient_dtype]
@@ -259,28 +265,49 @@ class PartCopies:
 class StateCopies(PartCopies):
     """This rank's part of the parameters and the optimizer's state after each iteration.
 
-    They are copied once it is over, so that all that the script has changed after the step is part of it.
+    They are copied as a script marks its end, with all that it has changed after the step; or after the step,
+    if it marks none. An iteration without either is copied when it is over.
     """
 
     def __init__(self, place: Place, layout: Layout, start: Start, copied: CopiedState) -> None:
         """Create the streams. `copied` has the layout's tensors."""
         self._state = copied
+        self._is_captured = False
+        self._tells = place.first or copied.is_shared_out
         super().__init__(place, layout, start, copied.parameters)
 
     def take(self, numbers: Collection[int]) -> None:
-        """Note that gradients are used, which are of no interest."""
+        """Note that gradients are used, which are of no interest. Raise `RefusedError` in a CUDA graph."""
+        self._refuse_graphs()
         self.is_due = False
 
-    def stepped(self) -> None:
-        """Do nothing: the iteration is not over."""
+    def stepped(self, *, marking: bool) -> None:
+        """Copy all now, unless the script marks the iteration's end later."""
+        if not marking:
+            self.capture()
 
-    def complete(self) -> None:
-        """Copy all as it is now, and have it sent. Raise `StateError` if the optimizer's state can't be."""
+    def capture(self) -> None:
+        """Copy all as it is now, in place of an earlier copy of the iteration.
+
+        Raise `StateError` if the optimizer's state can't be copied.
+        """
         if self._untaken is None:
             return
         self._state.look()
-        self.beside = self._state.beside
-        super().take(range(len(self.layout.parameters)))
+        self.beside = self._state.beside if self._tells else b""
+        for part in self._shards:
+            if (data := part.data) is not None:
+                self._copy(data, part.slices)
+        self._is_captured = True
+
+    def complete(self) -> None:
+        """Have the iteration sent, as it was captured. Raise as `capture`."""
+        if self._untaken is None:
+            return
+        if not self._is_captured:
+            self.capture()
+        self._is_captured = False
+        self._untaken.clear()
         super().complete()
 
     def _flat(self, number: int) -> torch.Tensor | None:

@@ -82,8 +82,8 @@ class RecordDraft:
     scaled: list[Scaled] = field(default_factory=list)
     slices: list[tuple[Window, Copy]] = field(default_factory=list)
     buffers: dict[str, Later] | None = None  # not captured yet
-    beside: Mapping[str, Any] | None = None
-    """What of the optimizer's state is in none of the tensors that are copied, if it is."""
+    beside: bytes = b""
+    """What of the optimizer's state is in none of the tensors that are copied, as plain state."""
     refusal: RefusedError | None = None
     """The reason why it is refused, if the script has left its loop, perhaps by an error of its own."""
     checks: list[Callable[[], None]] = field(default_factory=list)
@@ -123,8 +123,8 @@ class RecordDraft:
 class StepCopies(Protocol):
     """Copies gradients as optimizers step. An iteration is a round of steps, one of each at most."""
 
-    beside: Mapping[str, Any] | None
-    """What of the optimizer's state is in none of the tensors, if the state is copied."""
+    beside: bytes
+    """What of the optimizer's state is in none of the tensors, as plain state, if the state is copied."""
     is_due: bool
     """Whether DDP has reduced gradients that no step has used: an iteration, also if none does."""
 
@@ -134,8 +134,11 @@ class StepCopies(Protocol):
     def take(self, numbers: Collection[int]) -> None:
         """Copy the gradients that a step is about to use, of parameters by number."""
 
-    def stepped(self) -> None:
-        """Note that all optimizers have stepped."""
+    def stepped(self, *, marking: bool) -> None:
+        """Note that all optimizers have stepped. `marking`: whether the script marks iterations' ends."""
+
+    def capture(self) -> None:
+        """Copy what belongs to the end of the iteration, which is now, in place of an earlier end."""
 
     def complete(self) -> None:
         """Note that the iteration is over. Does nothing between two iterations."""
@@ -260,7 +263,13 @@ class DriftWatch:
         }
 
     def _samples(self) -> dict[str, torch.Tensor]:
-        return {name: _sample(tensor) for name, tensor in self._watched.model.kept_beside().items()}
+        watched = self._watched
+        samples = {name: _sample(tensor) for name, tensor in watched.model.kept_beside().items()}
+        if watched.copied is not None:  # else the checks of steps see it
+            samples["a parameter"] = torch.cat(
+                [_sample(p).view(torch.uint8) for p in watched.copied.parameters]
+            )
+        return samples
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,35 +1,31 @@
 """Parameters and optimizer state as the tensors of a layout, for optimizers whose steps nodes can't repeat.
 
-An optimizer creates its state in its first step. To know it before, a trial with gradients of zeros has it
-created, as `torch.distributed.checkpoint` does; then everything is as it was.
+An optimizer creates its state in its first step. A trial (`trial.py`) tells its layout before that.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import nn
 
 from checkmate import state
-from checkmate.optim.options import OUTSIDE
-from checkmate.optim.several import members_of
+from checkmate.optim.several import entries_of, members_of
 from checkmate.optim.supported import UnsupportedOptimizer, copied_spec_of, spec_of
-from checkmate.state import StateError, in_memory_order, leaves, local_of
+from checkmate.state import StateError, in_memory_order, leaves, local_of, sharded_like
 from checkmate.training.errors import RefusedError
 from checkmate.training.model.trained import TrainedModel
-from checkmate.training.record.generators import capture_generators, install_generators
+from checkmate.training.record.trial import tried_out
 from checkmate.wire.parameter import STATE_ITEMSIZES, LayoutError, Parameter, dim_order
 
 Follow = Literal["auto", "gradients", "state"]
 """How nodes follow: by repeating steps with copied gradients, or by copies of the state itself."""
 FOLLOW: Final = get_args(Follow)
-TRIAL_STEPS: Final = 2
-"""Steps of a trial: some optimizers create a part of their state in the second one."""
+MAX_BESIDE: Final = 16 << 20
+"""Bytes of state in a record, beside the tensors: a record carries other things, too."""
 
 
 class CopiedState:
@@ -49,29 +45,56 @@ class CopiedState:
         numbers = {parameter: number for number, parameter in enumerate(self.parameters)}
         self.spec: Final = copied_spec_of(optimizer, numbers)
         chunks = model.describe()
-        for member in members_of(optimizer):
-            _check_whole(member)
         with tried_out(optimizer) as self._counters:
             tensors = [
                 (chunks[number], leaf)
                 for number, parameter in enumerate(self.parameters)
                 for leaf in _leaves_of(optimizer, parameter)
-                if isinstance(leaf.value, torch.Tensor)
+                if _is_copied(chunks[number], leaf)
             ]
             entries = [_described(chunk, leaf) for chunk, leaf in tensors]
             strides = [leaf.value.stride() for _, leaf in tensors]
-        self._strides = dict(enumerate(strides, len(chunks)))
-        self.described: Final = [*chunks, *entries]
-        names = {name: number for number, name in enumerate(trained)}
-        self._numbers = {
-            (names[entry.name], entry.state): number
-            for number, entry in enumerate(self.described)
-            if entry.state
+        self.is_shared_out = False
+        """Whether some of the state is of one rank of the DP group alone."""
+        self._names: Final = {name: number for number, name in enumerate(trained)}
+        self._stride_of = {
+            (entry.name, entry.state): stride for entry, stride in zip(entries, strides, strict=True)
         }
-        self._owner = {number: owner for owner, number in self._numbers.items()}
+        if len(self._stride_of) < len(entries):
+            raise UnsupportedOptimizer("the optimizer's state has two entries whose names are alike")
+        self._lay_out([*chunks, *entries])
         self._tensors: list[torch.Tensor | None] = []
-        self.beside: dict[str, Any] = {}
-        """What the tensors lacked when `look` was called."""
+        self.beside = b""
+        """What the tensors lacked when `look` was called, as plain state; empty: nothing."""
+
+    def _lay_out(self, described: Sequence[Parameter]) -> None:
+        self.described = described
+        state_numbers = [number for number, entry in enumerate(described) if entry.state]
+        self._owner = {n: (self._names[described[n].name], described[n].state) for n in state_numbers}
+        self._numbers = {owner: number for number, owner in self._owner.items()}
+        keys = {number: (described[number].name, described[number].state) for number in state_numbers}
+        self._strides = {n: self._stride_of[key] for n, key in keys.items() if key in self._stride_of}
+        """The strides of this rank's own entries, by number."""
+
+    def share_out(self, entries_by_position: Sequence[Sequence[Parameter]]) -> None:
+        """Take up the entries of all ranks of the DP group, in the order of their positions.
+
+        What only some of them have is of the first of these alone. Raise `UnsupportedOptimizer` if entries of
+        one name differ.
+        """
+        holders: dict[Parameter, list[int]] = {}
+        for position, entries in enumerate(entries_by_position):
+            for entry in entries:
+                holders.setdefault(entry, []).append(position)
+        if len({(entry.name, entry.state) for entry in holders}) < len(holders):
+            raise UnsupportedOptimizer("ranks of a DP group have optimizer state of other shapes or types")
+        whole = len(entries_by_position)
+        shared_out = [
+            entry if len(positions) == whole else replace(entry, owner=(positions[0],))
+            for entry, positions in holders.items()
+        ]
+        self.is_shared_out = any(entry.owner for entry in shared_out)
+        self._lay_out([*self.described[: len(self.parameters)], *shared_out])
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +104,13 @@ class CopiedState:
     def look(self) -> None:
         """Find the present tensors, for `flat`. Raise `StateError` if state can't be copied."""
         tensors: list[torch.Tensor | None] = [None] * len(self.described)
-        tensors[: len(self.parameters)] = [local_of(parameter) for parameter in self.parameters]
+        for number, parameter in enumerate(self.parameters):
+            tensors[number] = local_of(parameter)
+            if not self._fits(number, tensors[number]):
+                raise StateError(
+                    f"{self.described[number].name} has another shape or type than at the start: change "
+                    "modules before checkmate.protect"
+                )
         stateless: list[int] = []
         values: dict[int, dict[str, Any]] = {}
         strides: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -90,22 +119,36 @@ class CopiedState:
                 stateless.append(owner)
                 continue
             for leaf in _leaves_of(self._optimizer, parameter):
-                number = self._numbers.get((owner, leaf.name))
-                if number is not None and self._fits(number, leaf.value):
-                    tensors[number] = leaf.value
-                    if leaf.value.stride() != self._strides[number]:
+                entry = self._numbers.get((owner, leaf.name), -1)
+                if entry in self._strides and self._fits(entry, leaf.value):
+                    tensors[entry] = leaf.value
+                    if leaf.value.stride() != self._strides[entry]:
                         strides.setdefault(owner, {})[leaf.name] = leaf.value.stride()
                 else:
                     values.setdefault(owner, {})[leaf.name] = leaf.value
         absent: dict[int, list[str]] = {}
-        for (owner, name), number in self._numbers.items():
+        for number in self._strides:
+            owner, name = self._owner[number]
             if tensors[number] is None and owner not in stateless and name not in values.get(owner, {}):
                 absent.setdefault(owner, []).append(name)
         members = zip(members_of(self._optimizer), self._counters, strict=True)
         counters = [{name: vars(member)[name] for name in names} for member, names in members]
         beside: dict[str, Any] = {"stateless": stateless, "values": values, "absent": absent}
         beside |= {"strides": strides, "counters": counters if any(counters) else []}
-        self._tensors, self.beside = tensors, {key: value for key, value in beside.items() if value}
+        beside = {key: value for key, value in beside.items() if value}
+        # As bytes: what it refers to changes in the next step, and the record is made beside training.
+        self._tensors, self.beside = tensors, state.dumps(beside) if beside else b""
+        if len(self.beside) > MAX_BESIDE:
+            sizes = {
+                f"{name} of {self.described[at].name}": len(state.dumps(value))
+                for at, entries in values.items()
+                for name, value in entries.items()
+            }
+            largest = max(sizes, key=sizes.__getitem__, default="")
+            raise StateError(
+                f"{len(self.beside) >> 20} MiB of optimizer state have appeared, or changed their shapes, "
+                f"since the start, and a record may have {MAX_BESIDE >> 20} MiB; the largest is {largest}"
+            )
 
     def flat(self, number: int) -> torch.Tensor | None:
         """Return a tensor that `look` has found, flat and in memory order; `None` if there is none."""
@@ -179,6 +222,8 @@ class CopiedState:
             saved = {names.get((owner, name), name): value for name, value in plain.items()}
             for name, value in saved.items():
                 number = self._numbers.get((owner, name))
+                if number is not None and number not in self._strides:
+                    continue  # another rank's
                 if number is not None and self._fits(number, value):
                     tensors[number] = value
                 else:
@@ -210,18 +255,20 @@ class CopiedState:
                 leaf.replace(_like(remaining.pop(leaf.name), parameter))
             elif leaf.name in absent or number is None:
                 leaf.remove()
-            elif leaf.holder is not None and leaf.holder[leaf.key] is leaf.value:
-                stride = strides.get(leaf.name, self._strides[number])
-                leaf.replace(_strided(leaf.value, stride).copy_(tensors[number]))
             else:
-                leaf.value.copy_(tensors[number])
+                tensor = leaf.value
+                if leaf.holder is not None and leaf.holder[leaf.key] is tensor:
+                    tensor = _strided(tensor, strides.get(leaf.name, self._strides[number]))
+                tensor.copy_(tensors[number])
+                if tensor is not leaf.value:
+                    leaf.replace(tensor)
         for name, value in remaining.items():
             if name != next(iter(state.nested({name: value}))):
                 raise StateError(
                     f"{name} of the optimizer state of {self.described[owner].name} has no place: "
                     "what it is in is not made by the script's optimizer"
                 )
-            self._optimizer.state[parameter][name] = _like(value, parameter)
+            entries_of(self._optimizer, parameter)[name] = _like(value, parameter)
 
     def _fits(self, number: int, value: object) -> bool:
         described = self.described[number]
@@ -284,10 +331,22 @@ def _plain_name(name: str) -> str:
 
 
 def _like(value: Any, parameter: nn.Parameter) -> Any:
-    """Return a value for the state of a parameter: a tensor of several elements is on its device."""
+    """Return a value for the state of a parameter: a tensor of several elements is where that is."""
     if isinstance(value, torch.Tensor) and value.dim():
-        return value.to(parameter.device)
+        return sharded_like(parameter, value.to(parameter.device))
     return value
+
+
+def _is_copied(chunk: Parameter, leaf: state.Leaf) -> bool:
+    """Return whether a leaf is a tensor. Raise `UnsupportedOptimizer` for numbers that can't be restored."""
+    if isinstance(leaf.value, torch.Tensor):
+        return True
+    if isinstance(leaf.holder, tuple):
+        raise UnsupportedOptimizer(
+            f"the state of {chunk.name}, {leaf.name}, is a number in a tuple with tensors, which can't be "
+            "restored: the optimizer has to keep it in a list or a dictionary"
+        )
+    return False
 
 
 def _described(chunk: Parameter, leaf: state.Leaf) -> Parameter:
@@ -306,119 +365,3 @@ def _described(chunk: Parameter, leaf: state.Leaf) -> Parameter:
     is_chunk = bool(chunk.whole) and tuple(value.shape) == chunk.shape
     whole, offset = (chunk.whole, chunk.offset) if is_chunk else ((), ())
     return Parameter(chunk.name, tuple(value.shape), dtype, order, whole, offset, state=leaf.name)
-
-
-def _check_whole(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UnsupportedOptimizer` if an optimizer keeps some state elsewhere than in `state`."""
-    name = type(optimizer).__name__
-    for attribute, value in vars(optimizer).items():
-        if isinstance(value, torch.optim.Optimizer) and value.state is not optimizer.state:
-            raise UnsupportedOptimizer(
-                f"{name} wraps another optimizer, in {attribute}, whose own state would not be copied: use "
-                "an optimizer that keeps all of it in its `state`"
-            )
-
-
-@contextmanager
-def tried_out(optimizer: torch.optim.Optimizer, *, stays: bool = False) -> Iterator[list[list[str]]]:
-    """Step with gradients of zeros; then the optimizer has the state that such steps create.
-
-    Yields, for each optimizer, the names of its own numbers that steps change.
-
-    At the end of the context it has the state that it had before, unless it `stays`. Parameters, gradients,
-    options, generators and the optimizer's own numbers are as before in any case, and its hooks are not
-    called. Raise `UnsupportedOptimizer` if it can't step so.
-    """
-    generators = _as_stored(capture_generators())
-    before = [(member, member.state) for member in members_of(optimizer)]
-    try:
-        counters = []
-        for member, _ in before:
-            member.state = defaultdict(dict)
-            counters.append(_try_out(member))
-        install_generators(generators)
-        yield counters
-    finally:
-        if not stays:
-            for member, its_state in before:
-                member.state = its_state
-
-
-def _as_stored(generators: dict[str, Any]) -> dict[str, Any]:
-    """Return states of generators in the form in which records have them."""
-    return state.load_generators(state.dump_generators(generators))
-
-
-def _try_out(member: torch.optim.Optimizer) -> list[str]:
-    """Step, and put back all but the state. Return the names of the optimizer's own numbers that change."""
-    parameters = [p for group in member.param_groups for p in group["params"] if p.requires_grad]
-    gradients = [parameter.grad for parameter in parameters]
-    values = [local_of(parameter).detach().to("cpu", copy=True) for parameter in parameters]
-    options = [
-        {key: copy.deepcopy(value) for key, value in group.items() if key not in OUTSIDE}
-        for group in member.param_groups
-    ]
-    numbers = {key: value for key, value in vars(member).items() if type(value) in _PLAIN}
-    tensors = _own_tensors(member)
-    hooks: dict[str, Any] = {name: vars(member)[name] for name in _HOOKS if name in vars(member)}
-    try:
-        vars(member).update({name: OrderedDict() for name in hooks})
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        for _ in range(TRIAL_STEPS):
-            member.step()
-        changed = [name for name, value in numbers.items() if vars(member).get(name) != value]
-        changed += [name for name, value in vars(member).items() if _is_new_number(name, value, numbers)]
-        if elsewhere := sorted(_own_tensors(member) - tensors):
-            raise TypeError(
-                f"it keeps {elsewhere[0][0]} outside of its `state`, where it would not be copied"
-            )
-    except Exception as error:
-        raise UnsupportedOptimizer(
-            f"{type(member).__name__}: its state can't be copied, because a trial of its step, with zeros as "
-            f"gradients, fails: {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
-    finally:
-        vars(member).update(hooks)
-        vars(member).update(numbers)
-        with torch.no_grad():
-            for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
-                local_of(parameter).copy_(value)
-                parameter.grad = gradient
-        for group, saved in zip(member.param_groups, options, strict=True):
-            _put_back(group, saved)
-    return [name for name in changed if name not in _TORCHS]
-
-
-def _is_new_number(name: str, value: object, before: Mapping[str, object]) -> bool:
-    return type(value) in _PLAIN and name not in before
-
-
-def _own_tensors(member: torch.optim.Optimizer) -> set[tuple[str, int, int]]:
-    """Return the tensors that are attributes of an optimizer, or in such a list or dictionary."""
-    tensors = set()
-    for name, value in vars(member).items():
-        if name in ("state", "param_groups", "defaults"):
-            continue
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-        tensors |= {(name, id(item), item._version) for item in values if isinstance(item, torch.Tensor)}
-    return tensors
-
-
-_TORCHS: Final = frozenset({"_opt_called", "_step_count"})
-"""Numbers by which torch's schedulers check the order of calls."""
-_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_PLAIN: Final = frozenset((bool, int, float, str, type(None)))
-
-
-def _put_back(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Give a parameter group its earlier options; tensors keep their identity."""
-    for key in group.keys() - saved.keys() - {*OUTSIDE}:
-        del group[key]
-    for key, value in saved.items():
-        present = group.get(key)
-        if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
-            with torch.no_grad():
-                present.copy_(value)
-        else:
-            group[key] = value

@@ -55,6 +55,7 @@ def to_part(author: pb.RecordPart, draft: RecordDraft) -> pb.RecordPart:
         extra=b"" if captured.extra is None else state.dumps(captured.extra),
     )
     part.MergeFrom(author)
+    part.beside = draft.beside
     if draft.buffers:
         part.buffers = state.dumps({name: later() for name, later in draft.buffers.items()})
     for (channel, shard), end in draft.ends.items():
@@ -77,7 +78,6 @@ def _fill_step(step: pb.Step, draft: RecordDraft) -> None:
     step.scheduler = b"" if captured.scheduler is None else state.dumps(captured.scheduler)
     step.scheduler_class = captured.scheduler_class
     step.scaler = b"" if captured.scaler is None else state.dumps(captured.scaler)
-    step.beside = state.dumps(dict(draft.beside)) if draft.beside else b""
     step.slices.extend(to_message(window, later()) for window, later in draft.slices)
     for scaled in draft.scaled:
         step.scalings.add(

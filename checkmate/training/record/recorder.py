@@ -297,6 +297,8 @@ class Recorder:
                     raise draft.refusal
                 draft.resume()
                 self._end_here(draft, in_loop=in_loop)  # first, because the script's `extra` may fail
+                if self._copies is not None:
+                    self._copies.capture()
                 self._note_gradients(draft)
                 draft.marked, draft.settled, draft.left_loop = True, not left_loop, left_loop
                 if not left_loop:
@@ -486,13 +488,15 @@ class Recorder:
             if self._copies is not None:
                 # Not before the last step, which may fail, and be tried again.
                 if len(draft.stepped_by) == len(self._members):
-                    self._copies.stepped()
+                    self._copies.stepped(marking=self._marking)
                 self._move_to_end()
             self._take_slices(draft)
             self._checks.note_step(optimizer)
             self._checks.note_state(draft.slices)
             self.moved_on()
-            if len(self._members) == 1:  # else another may step in this iteration, and seeds be of half of it
+            # Else another may step in this iteration, or the state that is copied has more than the step, and
+            # seeds would be of half of it.
+            if len(self._members) == 1 and not (self._marking and self._watched.copied is not None):
                 self._steps.end(draft.iteration)
 
     def _check_state(self, draft: RecordDraft) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from checkmate.base.wording import counted
 from checkmate.training.errors import SessionError
 
-VERSION: Final = 10
+VERSION: Final = 11
 """Version of these messages and of their order. Each change raises it, so that older ranks are named."""
 MESSAGE_BYTES: Final = 16 << 20
 """The largest message; the longest are plans, with some bytes per shard."""

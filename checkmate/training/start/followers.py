@@ -28,7 +28,7 @@ from checkmate.training.lines.seeder import Seeder, SeedSource
 from checkmate.training.record.buffers import FIRST_BYTES, Buffers
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import exchange
-from checkmate.training.start.places import Place, Start
+from checkmate.training.start.places import Place, Start, seeded_by
 from checkmate.training.start.plans import FromNodes
 from checkmate.wire.layout import Layout
 
@@ -270,11 +270,9 @@ class Followers:
     def _replied(self, node: int, reply: pb.RecordReply) -> None:
         """Handle a node's answer to a record. This rank seeds only its own share of the shards."""
         for request in reply.wanted:
-            if (
-                request.shard % self._place.ranks == self._place.position
-                and request.shard < self._place.shards
+            if request.shard < self._place.shards and (
+                shard_numbers := seeded_by(self._place, self._opening.layout, request.shard)
             ):
-                shard_numbers = self._opening.layout.of_shard(request.shard)
                 numbers = (
                     sorted({*request.parameters}.intersection(shard_numbers))
                     if request.parameters
@@ -323,16 +321,17 @@ class Followers:
 def seed_at_start(place: Place, layout: Layout, start: Start, seeders: Mapping[int, Seeder]) -> None:
     """Send this rank's share of the shards to every holder that has not kept its state.
 
-    Of n ranks, the one at ring position p sends the shards s with s mod n = p. `seeders` has the nodes that
-    have begun.
+    `seeders` has the nodes that have begun.
     """
     plan = start.plan
     holders = plan.holders if start.keep and isinstance(plan, FromNodes) else {}
-    for shard in range(place.position, place.shards, place.ranks):
+    for shard in range(place.shards):
+        if not (numbers := seeded_by(place, layout, shard)):
+            continue
         seeded = holders.get((place.group, shard), ())
         for node in place.holders(shard):
             if node.id in seeders and node.id not in seeded:
-                seeders[node.id].want(shard, layout.of_shard(shard))
+                seeders[node.id].want(shard, numbers)
 
 
 def give_buffers(

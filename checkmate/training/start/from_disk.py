@@ -22,6 +22,7 @@ from checkmate.consolidate.chunks import Box
 from checkmate.consolidate.stages import Trained, stages
 from checkmate.job.schema import Job
 from checkmate.optim.options import OUTSIDE, put_options
+from checkmate.optim.several import entries_of
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.model.trained import TrainedModel
@@ -35,8 +36,8 @@ from checkmate.training.start.install import (
     install_gradients,
     install_record,
     load_optimizer,
+    part_of,
     restored_parts,
-    sharded_like,
 )
 from checkmate.training.start.places import Place, Start
 from checkmate.training.start.plans import NewRun, WithoutState
@@ -107,6 +108,13 @@ def resume(
     trained = [Trained.of_message(messages[group.ranks[0].rank]) for group in place.job.dp_groups]
     groups = stages(place.job, trained)
     resumed, trouble, _ = run_on_all_ranks(place, lambda: install_checkpoint(path, place, watched, groups))
+    if watched.copied is not None:  # each rank knows its own part, and any of them seeds nodes with all
+        record = resumed.record if resumed is not None else pb.IterationRecord()
+        own_part = part_of(record, place.position).beside.hex()
+        besides = exchange.gather(own_part, name_of=place.name_of)
+        for part, member in zip(record.parts, place.job.dp_groups[place.group].ranks, strict=False):
+            needed = watched.copied.is_shared_out or not part.position
+            part.beside = bytes.fromhex(besides[member.rank]) if needed else b""
     if trouble:
         instead = f"checkpoints={str(older[0])!r} selects the one before it" if older else ""
         raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, instead, ANEW])))
@@ -193,7 +201,7 @@ def _install(
     else:
         _install_copied(copied, watched.optimizer, stage_data)
         copied.look()
-        record.parts[0].step.beside = state.dumps(copied.beside)
+        record.parts[place.position].beside = copied.beside
     parameters = watched.model.trained()
     names = set(stage_data.get("with_gradient", ()))
     numbers = [number for number, name in enumerate(parameters) if name in names]
@@ -218,7 +226,7 @@ def _install_copied(
     trained = set(copied.parameters)
     for parameter, entries in of_parameter.items():
         if entries and parameter not in trained:
-            optimizer.state[parameter].update(entries)
+            entries_of(optimizer, parameter).update(entries)
     for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         put_options(group, {key: value for key, value in options.items() if key not in OUTSIDE})
 
@@ -321,7 +329,7 @@ def load_model(model: TrainedModel, tensors_read: Mapping[str, torch.Tensor]) ->
     """
     tensors, names = model.tensors(), model.state_names()
     parts = {
-        key: sharded_like(tensors[names[key]], part) if names.get(key) in tensors else part
+        key: state.sharded_like(tensors[names[key]], part) if names.get(key) in tensors else part
         for key, part in tensors_read.items()
     }
     missing, unexpected = model.inner.load_state_dict(parts, strict=False)

@@ -117,7 +117,7 @@ def install(place: Place, watched: Watched, start: Start, fetched: Fetched) -> A
         install_optimizer(watched.optimizer, numbers, states, options, fetched.record)
     else:
         tensors = {number: tensor for number, (tensor, _) in states.items()}
-        install_copied(watched.copied, tensors, step, start.next_iteration)
+        install_copied(watched.copied, tensors, fetched.record, place.position, start.next_iteration)
         install_frozen(watched.optimizer, fetched.record)
         install_options(watched.optimizer, options)
     start.keep, start.copied = fetched.same_buckets, watched.copied

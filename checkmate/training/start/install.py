@@ -11,9 +11,10 @@ from torch import nn
 from checkmate import state
 from checkmate.base.wording import counted, with_article
 from checkmate.nodes.other_ranks import RESHARDING, OtherRanks
+from checkmate.optim.several import entries_of
 from checkmate.optim.supported import FROZEN, apply_options, kind_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.state import in_memory_order
+from checkmate.state import in_memory_order, sharded_like
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.copied_state import CopiedState
@@ -189,7 +190,11 @@ def install_options(optimizer: torch.optim.Optimizer, options: Sequence[str]) ->
 
 
 def install_copied(
-    copied: CopiedState, tensors: Mapping[int, torch.Tensor], step: pb.Step, next_iteration: int
+    copied: CopiedState,
+    tensors: Mapping[int, torch.Tensor],
+    record: pb.IterationRecord,
+    position: int,
+    next_iteration: int,
 ) -> None:
     """Set parameters and copied optimizer state; before the first iteration the script's is as it was.
 
@@ -199,7 +204,8 @@ def install_copied(
         copied.install_parameters(tensors)
         return
     try:
-        copied.install(tensors, state.loads(step.beside) if step.beside else {})
+        data = part_of(record, position if copied.is_shared_out else 0).beside
+        copied.install(tensors, state.loads(data) if data else {})
     except state.StateError as error:
         raise InstallError(str(error)) from None
 
@@ -211,7 +217,7 @@ def install_frozen(optimizer: torch.optim.Optimizer, record: pb.IterationRecord)
         for name, value in entries.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 value = value.to(flat[number].device)  # noqa: PLW2901
-            optimizer.state[flat[number]][name] = value
+            entries_of(optimizer, flat[number])[name] = value
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> None:
@@ -233,23 +239,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> N
                 present[name] = value.to(present_tensor.device)
             present[name] = sharded_like(flat[index], present[name])
     lay_out_state(optimizer)
-
-
-def sharded_like(parameter: torch.Tensor, value: Any) -> Any:
-    """Return this rank's part of something, as a DTensor if the parameter is one and has its shape."""
-    local = state.local_of(parameter)
-    if local is parameter or not isinstance(value, torch.Tensor) or value.shape != local.shape:
-        return value
-    if state.local_of(value) is not value:
-        return value
-    like: Any = parameter
-    if local.device.type != like.device_mesh.device_type:  # offloaded: `from_local` would move it to the GPU
-        sharded = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
-        state.local_of(sharded).copy_(value)
-        return sharded
-    return type(like).from_local(
-        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 def install_buffers(model: TrainedModel, buffers: Mapping[str, torch.Tensor]) -> None:

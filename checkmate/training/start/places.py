@@ -5,6 +5,8 @@ Also what `restore` hands over to `protect`, and which model is protected.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
@@ -29,11 +31,12 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.attached import AttachedData, attach, attached
 from checkmate.training.errors import SessionError
 from checkmate.training.model.trained import TrainedModel
-from checkmate.training.record.copied_state import CopiedState
+from checkmate.training.record.copied_state import CopiedState, Follow, copied_state_of
 from checkmate.training.record.generators import RestoredTensors
 from checkmate.training.start import exchange
 from checkmate.training.start.plans import RestartPlan
 from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.parameter import described, parameter_of
 from checkmate.wire.schedule import RING_SLICING, Slicing, side_of
 from checkmate.wire.shares import WHOLE, Share
 
@@ -273,6 +276,42 @@ def lay_out_shares(
         group: lay_out(model, place.job.shards(group), slicing, Share(index, len(groups)))
         for index, group in enumerate(groups)
     }
+
+
+def copied_state(
+    place: Place, model: TrainedModel, optimizer: torch.optim.Optimizer, follow: Follow
+) -> CopiedState | None:
+    """Return what is copied in place of gradients, or `None`; as `copied_state_of`. All ranks call it."""
+    copied = copied_state_of(model, optimizer, follow, place.job.copies)
+    if copied is not None:
+        _share_out(place, copied)
+    return copied
+
+
+def _share_out(place: Place, copied: CopiedState) -> None:
+    """Have all ranks know which state only one rank of a DP group has. All ranks call it.
+
+    Raise `UnsupportedOptimizer` if ranks have different entries of one name.
+    """
+    entries = [described(entry) for entry in copied.described if entry.state]
+    digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+    digests = exchange.gather(digest, name_of=place.name_of)
+    members = [[member.rank for member in group.ranks] for group in place.job.dp_groups]
+    if all(len({digests[rank] for rank in ranks}) == 1 for ranks in members):
+        return
+    tables = exchange.gather(entries, name_of=place.name_of)
+    copied.share_out([[parameter_of(entry) for entry in tables[rank]] for rank in members[place.group]])
+
+
+def seeded_by(place: Place, layout: Layout, shard: int) -> list[int]:
+    """Return the parameters of a shard that this rank seeds.
+
+    Of n ranks, the one at ring position p seeds the shards s with s mod n = p, without what only another
+    rank has.
+    """
+    usual = shard % place.ranks
+    numbers = layout.of_shard(shard)
+    return [n for n in numbers if (layout.parameters[n].owner or (usual,))[0] == place.position]
 
 
 @dataclass

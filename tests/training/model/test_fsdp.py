@@ -20,7 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.state import local_of
+from checkmate.state import local_of, sharded_like
 from checkmate.training.checks import check_model
 from checkmate.training.errors import RefusedError
 from checkmate.training.gradients.buckets import GradientBuckets
@@ -31,7 +31,7 @@ from checkmate.training.model.choosing import model_of
 from checkmate.training.model.fsdp import FsdpReplica
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import Watched
-from checkmate.training.start.install import install_optimizer, install_parameters, sharded_like
+from checkmate.training.start.install import install_optimizer, install_parameters
 from checkmate.wire.layout import Layout, make_layout
 from tests.support.training.alone import alone
 from tests.support.training.sharded import ShardedNet, SplitNet, hybrid, replicated, shard, split

@@ -13,10 +13,11 @@ from torch import nn
 
 from checkmate import state
 from checkmate.optim.options import apply_options, options_of
-from checkmate.optim.several import SeveralOptimizers, members_of
+from checkmate.optim.several import SeveralOptimizers, entries_of, members_of
 from checkmate.optim.supported import UnsupportedOptimizer
 from checkmate.training.errors import RefusedError
 from checkmate.training.model.trained import BareModel
+from checkmate.training.record import copied_state
 from checkmate.training.record.capture import same
 from checkmate.training.record.copied_state import CopiedState, copied_state_of
 from tests.scripts.any_optimizer import OPTIMIZERS, optimizers_of
@@ -99,7 +100,9 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 REAL = [
-    pytest.param(name, marks=[] if name in ("muon", "adafactor") else pytest.mark.slow) for name in OPTIMIZERS
+    pytest.param(name, marks=[] if name in ("muon", "adafactor") else pytest.mark.slow)
+    for name in OPTIMIZERS
+    if name != "spread"  # over several ranks
 ]
 
 
@@ -120,7 +123,7 @@ def test_any_state_comes_back_bit_for_bit(name: str) -> None:
     flats = [copied.flat(number) for number in range(len(tensors))]
     for flat, tensor, described in zip(flats, tensors.values(), copied.described, strict=True):
         assert flat is None or same(flat, state.in_memory_order(tensor, described.dim_order).reshape(-1))
-    beside = state.loads(state.dumps(copied.beside))
+    beside = state.loads(copied.beside)
     assert beside["stateless"] == [4, 5]
     expected = everything(model, optimizer)
     options = [options_of(group) for group in optimizer.param_groups]
@@ -172,16 +175,133 @@ def test_a_trial_leaves_no_trace() -> None:
     assert same(draws[0][2], draws[1][2])
 
 
-class Hiding(Odd):
+class Counting(Odd):
+    """Makes a number of its own in its first step, and moves a table to the parameters' device."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.table = {"map": torch.ones(3)}
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
+        self.table["map"] = self.table["map"].clone()
+        self.calls = getattr(self, "calls", 0) + 1
+
+
+def test_numbers_of_the_optimizer_itself_come_back() -> None:
+    model, _ = build("odd")
+    optimizer = Counting(model.parameters())
+    copied = CopiedState(BareModel(model), optimizer)
+    assert (optimizer.rounds, hasattr(optimizer, "calls")) == (0, False)
+    train(model, optimizer, range(3))
+    copied.look()
+    assert state.loads(copied.beside)["counters"] == [{"rounds": 3, "calls": 3}]
+    tensors = {number: copied.value(number).clone() for number in range(len(copied.described))}
+    again = Counting(model.parameters())
+    CopiedState(BareModel(model), again).install(tensors, state.loads(copied.beside))
+    assert (again.rounds, again.calls) == (3, 3)
+
+
+def test_what_is_noted_does_not_change_with_later_steps() -> None:
+    model, optimizer = build("odd")
+    copied = CopiedState(BareModel(model), optimizer)
+    train(model, optimizer, range(5))  # with state that the trial did not make
+    copied.look()
+    noted, flat = copied.beside, copied.flat(0)
+    assert flat is not None
+    train(model, optimizer, range(5, 6))
+    assert copied.beside == noted
+    copied.look()
+    assert copied.beside != noted
+
+
+def test_state_beside_tensors_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copied_state, "MAX_BESIDE", 1000)
+    model, optimizer = build("odd")
+    copied = CopiedState(BareModel(model), optimizer)
+    train(model, optimizer, range(5))
+    with pytest.raises(state.StateError, match="the largest is late of 0.weight"):
+        copied.look()
+
+
+def test_a_parameter_of_another_type_is_named() -> None:
+    model, optimizer = build("muon")
+    copied = CopiedState(BareModel(model), optimizer)
+    model.half()
+    with pytest.raises(state.StateError, match="0.weight has another shape or type than at the start"):
+        copied.look()
+
+
+def test_frozen_parameters_of_several_optimizers_get_their_state() -> None:
+    """`SeveralOptimizers` itself never makes an entry."""
+    model, optimizer = build("muon")
+    parameter = next(model.parameters())
+    entries_of(optimizer, parameter)["more"] = 1
+    assert members_of(optimizer)[0].state[parameter]["more"] == optimizer.state[parameter]["more"] == 1
+
+
+class Hiding(Odd):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
         self.average = [torch.ones(2)]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.average = [item * 0.9 for item in self.average]
+
+
+class Writing(Odd):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.power = torch.ones(1)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.power.data.mul_(0.9)
+
+
+class Rebinding(Writing):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        Odd.step(self, closure)
+        self.power = self.power * 0.9
+
+
+class Drawing(Odd):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.generator = torch.Generator()
+        self.generator.manual_seed(0)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        torch.rand(1, generator=self.generator)
 
 
 class Wrapping(Odd):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters)
         self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+
+
+class Composing(Odd):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.optimizers = [torch.optim.Adam(self.param_groups)]
+
+
+class Sharing(Odd):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.state = self.inner.state
+
+
+class Showing(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        self.inner = torch.optim.SGD(parameters, lr=0.1)
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
 
 
 class Asking(Odd):
@@ -196,20 +316,48 @@ class Opaque(Odd):
             entries["thing"] = object()
 
 
+class Packing(Odd):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for entries in self.state.values():
+            entries["tuple"] = (torch.ones(2), 3)
+
+
+class Alike(Odd):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for entries in self.state.values():
+            entries.update({"a.b": torch.ones(2), "a_b": torch.ones(2)})
+
+
+ANOTHER = "wraps another optimizer, "
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (Hiding, "Hiding: its state can't be copied.*keeps average outside of its `state`"),
-        (Wrapping, "Wrapping wraps another optimizer, in inner, whose own state would not be copied"),
+        (Writing, "keeps power outside of its `state`"),
+        (Rebinding, "keeps power outside of its `state`"),
+        (Drawing, "keeps generator outside of its `state`"),
+        (Wrapping, f"Wrapping {ANOTHER}in inner, whose own state would not be copied"),
+        (Composing, f"Composing {ANOTHER}in optimizers, whose own"),
+        (Sharing, f"Sharing {ANOTHER}in inner, whose own"),
+        (Showing, f"Showing {ANOTHER}whose state it shows as its own"),
         (Asking, "trial of its step, with zeros as gradients, fails: TypeError"),
         (Opaque, "thing of the optimizer state: only tensors"),
+        (Packing, r"tuple\[1\], is a number in a tuple"),
+        (Alike, "two entries whose names are alike"),
         (torch.optim.LBFGS, "LBFGS can't be followed, nor its state be copied"),
     ],
 )
 def test_what_cant_be_copied_is_refused(make: Callable[[Any], torch.optim.Optimizer], words: str) -> None:
     model = nn.Linear(2, 2)
+    optimizer = make(model.parameters())
+    before = dict(optimizer.state)
     with pytest.raises((UnsupportedOptimizer, state.StateError), match=words):
-        CopiedState(BareModel(model), make(model.parameters()))
+        CopiedState(BareModel(model), optimizer)
+    assert dict(optimizer.state) == before
 
 
 def test_state_that_has_no_place_is_refused() -> None:
