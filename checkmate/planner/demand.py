@@ -241,11 +241,16 @@ class Demand:
             layout = self.layouts[shard.group]
             for number in layout.of_shard(shard.shard):
                 parameter = layout.parameters[number]
+                if parameter.state:
+                    state += parameter.nbytes
+                    continue
                 parameters += parameter.nbytes
-                state += parameter.elements * self.optimizer.state_bytes(parameter.dtype)
+                if not self.optimizer.copied:
+                    state += parameter.elements * self.optimizer.state_bytes(parameter.dtype)
         streams = sum(nic.streams for nic in nics)
         sockets = socket_bytes(streams, self.receive_buffer)
-        return MemoryDemand(parameters, state, SETS * parameters, sockets)
+        received = parameters + state if self.optimizer.copied else parameters
+        return MemoryDemand(parameters, state, SETS * received, sockets)
 
 
 def socket_bytes(streams: int, receive_buffer: int) -> int:
@@ -267,8 +272,8 @@ def _shard(layout: Layout, group: int, number: int, nodes: tuple[int, ...]) -> S
         group,
         number,
         nodes,
-        parameters=len(parameters),
-        elements=sum(parameter.elements for parameter in parameters),
+        parameters=sum(not parameter.state for parameter in parameters),
+        elements=sum(parameter.elements for parameter in parameters if not parameter.state),
         nbytes=sum(parameter.nbytes for parameter in parameters),
         first=parameters[0].name if parameters else "",
         last=parameters[-1].name if parameters else "",

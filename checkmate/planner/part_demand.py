@@ -8,8 +8,10 @@ from functools import cached_property, lru_cache
 
 from checkmate.planner.demand import Demand, NicDemand
 from checkmate.planner.models.named import Model
+from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.wire.copies import KEPT_ITERATIONS
 from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.parameter import Parameter
 from checkmate.wire.parts import PartSlicing
 from checkmate.wire.schedule import StreamName
 
@@ -39,7 +41,9 @@ class PartDemand(Demand):
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """Each DP group's layout."""
-        return tuple(_layout(model, self.job.shards(group)) for group, model in enumerate(self.models))
+        return tuple(
+            _layout(model, self.job.shards(group), self.optimizer) for group, model in enumerate(self.models)
+        )
 
     @cached_property
     def _streams(self) -> tuple[tuple[int, int, int, int], ...]:
@@ -88,8 +92,14 @@ class PartDemand(Demand):
 
 
 @lru_cache(maxsize=256)
-def _layout(model: Model, shards: int) -> Layout:
-    return make_layout(model.parameters, shards, slicing=PartSlicing())
+def _layout(model: Model, shards: int, optimizer: NamedOptimizer) -> Layout:
+    """Return the layout of what ranks send: gradients, or parameters and optimizer state."""
+    state = [
+        Parameter(p.name, (p.elements * nbytes,), "uint8", state="state")
+        for p in (model.parameters if optimizer.copied else ())
+        if (nbytes := optimizer.state_bytes(p.dtype))
+    ]
+    return make_layout([*model.parameters, *state], shards, slicing=PartSlicing())
 
 
 @lru_cache(maxsize=256)

@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 
 from checkmate.job import host_copies
 from checkmate.job.schema import Job
+from checkmate.job.validation import data_of
+from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.planner.part_demand import PartDemand
 from checkmate.planner.part_plan import node_plans, rank_share, senders
 from checkmate.wire.copies import KEPT_ITERATIONS
+from testbed.copies import local_job
 from tests.support.cli import invoke
 from tests.support.planner import ADAMW, LINE, SIZES, model
 
@@ -179,3 +182,33 @@ def test_a_scarce_resource_is_named_with_the_smallest_change(
 def test_options_without_effect_are_refused(job_file: Path, options: list[str], words: str) -> None:
     code, output = invoke("plan", job_file, *options)
     assert (code, words in output) == (2, True), output
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"), [("muon", 2), ("adafactor", 1), ("lion_pytorch:Lion", 2), ("adamw", 1)]
+)
+def test_copies_of_state_take_its_bytes_too(name: str, factor: int) -> None:
+    """On the way, and three times on a node: what it holds, and what arrives."""
+    if ":" in name:
+        pytest.importorskip(name.partition(":")[0])
+    job, optimizer = job_of(4, 2, 1), NamedOptimizer(name)
+    assert optimizer.copied == (name != "adamw")
+    demand = PartDemand(job, (model(5000, 3000),), optimizer, LINE, 4 << 20, gpus_per_host=1)
+    assert sum(rank.part_bytes for rank in demand.ranks) == factor * 8000 * 4
+    memories = [node.memory for node in demand.nodes]
+    assert sum(memory.parameters for memory in memories) == 8000 * 4
+    received = sum(memory.gradients for memory in memories)
+    assert received == 2 * factor * 8000 * 4
+
+
+def test_copies_of_state_are_planned_for_hosts_alone(job_file: Path) -> None:
+    arguments = ["plan", str(job_file), "--capacity", "--model", "ResNet50", "--optimizer", "muon"]
+    options = ["--iteration-time", "1s", "--node-memory", "64GB"]
+    status, output = invoke(*arguments, *options)
+    assert status == 0, output
+    assert "add --profile" not in output
+    job_file.write_text(yaml.safe_dump(data_of(local_job(nodes=1), exclude_none=True)))
+    status, output = invoke(*arguments)
+    assert (status, "its state can be copied by hosts only" in " ".join(output.split())) == (2, True)
+    status, output = invoke("profile", "--optimizer", "muon")
+    assert (status, "leaves nothing to measure" in " ".join(output.split())) == (2, True)

@@ -75,11 +75,16 @@ def show(job_set: JobSet, options: CapacityOptions, *, as_json: bool) -> None:
     ((file, job),) = job_set.sound
     with spinner(err, "planning"):
         optimizer = NamedOptimizer(options.optimizer)
+        if optimizer.copied and job.copies == "switch":
+            raise UsageFault(
+                f"--optimizer {options.optimizer}: shadow nodes can't repeat its steps, and its state can be "
+                "copied by hosts only, copies: host"
+            )
         stages = _stages(job, options.models, options.dtype)
         link = quantity("--link-rate", options.link_rate, bits_per_second)
         limits = _limits(options)
         if options.profile is not None:
-            limits = _with_profile(limits, options.profile, options.cores, stages, optimizer.name)
+            limits = _with_profile(limits, options.profile, options.cores, stages, optimizer)
         elif options.cores:
             raise UsageFault("--cores scales the step time of a profile: add --profile")
         plan = _PLANS[job.copies](job, stages, optimizer, link, limits, options)
@@ -174,13 +179,20 @@ def _limits(options: CapacityOptions) -> CapacityLimits:
 
 
 def _with_profile(
-    limits: CapacityLimits, file: Path, cores: int | None, models: Sequence[Model], optimizer: str
+    limits: CapacityLimits,
+    file: Path,
+    cores: int | None,
+    models: Sequence[Model],
+    optimizer: NamedOptimizer,
 ) -> CapacityLimits:
+    """Return the limits with a profile's; nodes that store copies of state take no steps."""
     profile = read_profile(file)
     return replace(
         limits,
         cores=cores or profile.cores,
-        steps=tuple(profile.steps_of(model, optimizer) for model in models),
+        steps=None
+        if optimizer.copied
+        else tuple(profile.steps_of(model, optimizer.name) for model in models),
         receive_bytes_per_s=profile.receive_bytes_per_s,
     )
 

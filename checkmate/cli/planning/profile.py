@@ -112,6 +112,11 @@ def profile(
         from checkmate.planner.units import seconds as time_of  # noqa: PLC0415
 
     named_optimizer = NamedOptimizer(optimizer)
+    if named_optimizer.copied:
+        raise UsageFault(
+            f"--optimizer {optimizer}: shadow nodes can't repeat its steps, which leaves nothing to measure; "
+            "`plan --capacity` has the bytes of copies of its state"
+        )
     loaded = [load_model(name, dtype) for name in dict.fromkeys(models or ["ResNet50"])]
     counts = _threads(threads, machine.cores())
     iteration = quantity("--iteration-time", iteration_time, time_of) if iteration_time else None

@@ -97,7 +97,7 @@ class Capacity:
         texts = []
         if self.limits.iteration_s is None:
             texts.append("whether receiving and stepping fit in an iteration: add --iteration-time")
-        elif self.limits.steps is None:
+        elif self.limits.steps is None and not self.demand.optimizer.copied:
             texts.append("the optimizer's step: add --profile with the output of checkmate profile --json")
         if self.limits.node_memory is None:
             texts.append("the shadow nodes' memory: add --node-memory")

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cached_property
+from importlib import import_module
 from inspect import signature
 from typing import Final
 
 import torch
 from torch import nn
 
-from checkmate.optim.supported import UnsupportedOptimizer, optimizer_classes, spec_of
+from checkmate.optim.supported import UnsupportedOptimizer, copied_spec_of, optimizer_classes, spec_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.state import DTYPES
+from checkmate.state import DTYPES, leaves
 
 _WORDS: Final[Mapping[str, object]] = {"true": True, "false": False, "none": None}
 _PROBED: Final = 64
 """Elements of a parameter that is stepped to measure its state."""
+_PROBED_SIDE: Final = 256
+"""Rows and columns of one whose state is copied."""
 
 
 class OptimizerError(ValueError):
@@ -27,16 +30,26 @@ class OptimizerError(ValueError):
 
 
 class NamedOptimizer:
-    """An optimizer that shadow nodes support, with its options."""
+    """An optimizer, with its options: one whose steps shadow nodes repeat, or whose state is copied."""
 
     def __init__(self, text: str) -> None:
-        """Parse `NAME[,OPTION=VALUE...]`. Raise `OptimizerError` if it is not supported."""
+        """Parse `NAME[,OPTION=VALUE...]`. Raise `OptimizerError` if there is none of that name.
+
+        Others than those whose steps are repeated are torch's, by name, or `module:Class`.
+        """
         name, *options = text.split(",")
         by_name = {kind.__name__.lower(): kind for kind in optimizer_classes()}
         kind = by_name.get(name.strip().lower())
+        self.copied = kind is None
+        """Whether its state is copied, because its steps can't be repeated."""
+        if kind is None:
+            kind = _other_kind(name.strip())
         if kind is None:
             names = ", ".join(by_name)
-            raise OptimizerError(f"no optimizer {name}; shadow nodes support {names}")
+            raise OptimizerError(
+                f"no optimizer {name}; shadow nodes repeat the steps of {names}, and store copies of the "
+                "state of torch.optim's others and of module:Class"
+            )
         self._kind = kind
         self._options = dict(_option(option) for option in options)
         _check_kinds(kind, self._options)
@@ -56,22 +69,48 @@ class NamedOptimizer:
     def state_bytes(self, dtype: str) -> int:
         """Return the bytes of state for each element of a parameter, without scalars."""
         if dtype not in self._of_type:
-            parameter = nn.Parameter(torch.zeros(_PROBED, dtype=DTYPES[dtype]))
+            parameter = self._parameter(dtype)
             parameter.grad = torch.ones_like(parameter)
             optimizer = self._build(parameter)
             optimizer.step()
-            state = optimizer.state[parameter].values()
-            large = [v for v in state if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
-            self._of_type[dtype] = sum(value.element_size() for value in large)
+            tensors = [leaf.value for leaf in leaves(optimizer.state[parameter])]
+            large = [v for v in tensors if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
+            nbytes = sum(value.element_size() for value in large)
+            if (
+                self.copied
+            ):  # a matrix's rows, columns and products count, too, as they are for the probed one
+                sizes = (v.numel() * v.element_size() for v in tensors if isinstance(v, torch.Tensor))
+                nbytes = round(sum(sizes) / parameter.numel())
+            self._of_type[dtype] = nbytes
         return self._of_type[dtype]
 
     @cached_property
     def _spec(self) -> pb.OptimizerSpec:
-        parameter = nn.Parameter(torch.zeros(_PROBED))
-        return spec_of(self._build(parameter), {parameter: 0})
+        parameter = self._parameter("float32")
+        describe = copied_spec_of if self.copied else spec_of
+        return describe(self._build(parameter), {parameter: 0})
+
+    def _parameter(self, dtype: str) -> nn.Parameter:
+        """Return a parameter to probe with: a matrix if the step may treat one in a way of its own."""
+        shape = (_PROBED_SIDE, _PROBED_SIDE) if self.copied else (_PROBED,)
+        return nn.Parameter(torch.zeros(shape, dtype=DTYPES[dtype]))
 
     def _build(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
         return self._kind([parameter], **self._options)  # type: ignore[arg-type]
+
+
+def _other_kind(name: str) -> type[torch.optim.Optimizer] | None:
+    """Return an optimizer of torch by name, or `module:Class`; `None` if there is none."""
+    module, colon, attribute = name.partition(":")
+    if colon:
+        try:
+            kind = getattr(import_module(module), attribute, None)
+        except ImportError as error:
+            raise OptimizerError(f"optimizer {name}: {error}") from None
+        return kind if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) else None
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    of_torch = [kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)]
+    return next((kind for kind in of_torch if kind.__name__.lower() == name.lower()), None)
 
 
 def _option(text: str) -> tuple[str, object]:
