@@ -96,7 +96,9 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def race(options: argparse.Namespace, make: Callable[[], Twin], *, stock: bool = False) -> int:
+def race(
+    options: argparse.Namespace, make: Callable[[], Twin], *, stock: bool = False, follow: str = "auto"
+) -> int:
     """Train one twin of each kind in turns, and write the time of each turn to `options.out`.
 
     Return the number of turns, with those that are not timed.
@@ -111,10 +113,9 @@ def race(options: argparse.Namespace, make: Callable[[], Twin], *, stock: bool =
             stack.enter_context(Untagged(twins[kind].model, ring=number))
         before = _idle()
         protected: Any = twins[KINDS[0]]
-        checkmate.restore(protected.model, protected.optimizer, scheduler=protected.scheduler)
-        protection = stack.enter_context(
-            checkmate.protect(protected.model, protected.optimizer, scheduler=protected.scheduler)
-        )
+        parts = {"scheduler": protected.scheduler, "follow": follow}
+        checkmate.restore(protected.model, protected.optimizer, **parts)
+        protection = stack.enter_context(checkmate.protect(protected.model, protected.optimizer, **parts))
         log = stack.enter_context(_file(options.out, rank).open("w"))
         torch.manual_seed(options.seed + 1 + rank)
         for turn in range(-_WARM_UP, options.iterations):

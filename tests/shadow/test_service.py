@@ -121,6 +121,15 @@ def request_of(of: Job, **changes: Any) -> pb.BeginRequest:
             "the layout has optimizer state, which an optimizer that is repeated has itself",
         ),
         (
+            {
+                "layout": make_layout(
+                    [WEIGHT, Parameter("w", (9,), "uint8", state="codes", owner=(3,))], 1
+                ).to_json(),
+                "optimizer": pb.OptimizerSpec(name="any", copied=True),
+            },
+            "state of the rank at position 3: the DP group has 3",
+        ),
+        (
             {"optimizer": pb.OptimizerSpec(name="x" * 5000, copied=True)},
             "an optimizer's name has 5000 characters",
         ),
