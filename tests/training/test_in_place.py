@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.units import NOBODY
 from tests.support.waiting import wait_until
-from tests.training.test_host_copies import ITERATIONS, JOBS, RANKS, LoopbackJob, folder
+from tests.training.test_host_copies import ITERATIONS, JOBS, RANKS, LoopbackJob, folder, installed
 
 __all__ = ["folder"]
 
@@ -91,6 +91,21 @@ def test_survivors_keep_their_processes(folder: Path, kind: str, keep: bool) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp-muon", "ddp-schedulefree", "fsdp-lion", "ddp-spread"])
+def test_copied_state_recovers_in_place(folder: Path, kind: str) -> None:
+    """All ranks read it, also those that were told to keep theirs."""
+    model, _, optimizer = kind.partition("-")
+    installed(optimizer)
+    job = LoopbackJob(folder, kind, **JOBS[model])
+    with job.nodes():
+        killed = train_to_kill(job)
+        os.kill(pid_of(job, 2), signal.SIGKILL)
+        finish(job, killed)
+    assert len({line["pid"] for line in job.lines("killed", 0)}) == 1
+    assert "all ranks have read the state" in job.log("killed")
+
+
 def test_two_ranks_die_at_once(folder: Path) -> None:
     job = LoopbackJob(folder, "ddp", **JOBS["ddp"])
     with job.nodes():
