@@ -57,13 +57,14 @@ class ShardedTwin(twins.GptTwin):
         return model
 
 
+OF_STATE: Final = "DDP, copies of AdamW's state"
+"""A kind whose copies are of parameters and optimizer state."""
 KINDS: Final[Mapping[str, tuple[type[twins.GptTwin], dict[str, Any]]]] = {
     "DDP over gloo": (twins.GptTwin, {"ranks": RANKS}),
     "FSDP without replicas": (ShardedTwin, {"mesh": {"dp_shard": RANKS}}),
-    "DDP, copies of AdamW's state": (twins.GptTwin, {"ranks": RANKS}),
+    OF_STATE: (twins.GptTwin, {"ranks": RANKS}),
 }
 """The twin of each kind of training, and its part of the job file."""
-OF_STATE: Final = "DDP, copies of AdamW's state"
 
 
 def measure() -> list[Result]:

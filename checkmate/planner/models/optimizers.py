@@ -74,14 +74,10 @@ class NamedOptimizer:
             optimizer = self._build(parameter)
             optimizer.step()
             tensors = [leaf.value for leaf in leaves(optimizer.state[parameter])]
-            large = [v for v in tensors if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
-            nbytes = sum(value.element_size() for value in large)
-            if (
-                self.copied
-            ):  # a matrix's rows, columns and products count, too, as they are for the probed one
-                sizes = (v.numel() * v.element_size() for v in tensors if isinstance(v, torch.Tensor))
-                nbytes = round(sum(sizes) / parameter.numel())
-            self._of_type[dtype] = nbytes
+            # What is copied has a matrix's rows, columns and products, too, which count as the probed one's.
+            counted = [v for v in tensors if isinstance(v, torch.Tensor)]
+            counted = [v for v in counted if self.copied or v.shape == parameter.shape]
+            self._of_type[dtype] = round(sum(value.nbytes for value in counted) / parameter.numel())
         return self._of_type[dtype]
 
     @cached_property
@@ -91,7 +87,7 @@ class NamedOptimizer:
         return describe(self._build(parameter), {parameter: 0})
 
     def _parameter(self, dtype: str) -> nn.Parameter:
-        """Return a parameter to probe with: a matrix if the step may treat one in a way of its own."""
+        """Return a parameter to probe with: a matrix if the state is copied, which may depend on that."""
         shape = (_PROBED_SIDE, _PROBED_SIDE) if self.copied else (_PROBED,)
         return nn.Parameter(torch.zeros(shape, dtype=DTYPES[dtype]))
 

@@ -272,8 +272,7 @@ class StateCopies(PartCopies):
     def __init__(self, place: Place, layout: Layout, start: Start, copied: CopiedState) -> None:
         """Create the streams. `copied` has the layout's tensors."""
         self._state = copied
-        self._is_captured = False
-        self._tells = place.first or copied.is_shared_out
+        self._tells = copied.is_told_by(place.position)
         super().__init__(place, layout, start, copied.parameters)
 
     def take(self, numbers: Collection[int]) -> None:
@@ -295,19 +294,12 @@ class StateCopies(PartCopies):
             return
         self._state.look()
         self.beside = self._state.beside if self._tells else b""
-        for part in self._shards:
-            if (data := part.data) is not None:
-                self._copy(data, part.slices)
-        self._is_captured = True
+        super().take(range(len(self.layout.parameters)))
 
     def complete(self) -> None:
         """Have the iteration sent, as it was captured. Raise as `capture`."""
-        if self._untaken is None:
-            return
-        if not self._is_captured:
+        if self._untaken:
             self.capture()
-        self._is_captured = False
-        self._untaken.clear()
         super().complete()
 
     def _flat(self, number: int) -> torch.Tensor | None:

@@ -57,9 +57,7 @@ class CopiedState:
         self.is_shared_out = False
         """Whether some of the state is of one rank of the DP group alone."""
         self._names: Final = {name: number for number, name in enumerate(trained)}
-        self._stride_of = {
-            (entry.name, entry.state): stride for entry, stride in zip(entries, strides, strict=True)
-        }
+        self._stride_of = {self._place(entry): stride for entry, stride in zip(entries, strides, strict=True)}
         if len(self._stride_of) < len(entries):
             raise UnsupportedOptimizer("the optimizer's state has two entries whose names are alike")
         self._lay_out([*chunks, *entries])
@@ -67,13 +65,17 @@ class CopiedState:
         self.beside = b""
         """What the tensors lacked when `look` was called, as plain state; empty: nothing."""
 
+    def _place(self, entry: Parameter) -> tuple[int, str]:
+        """Return the number of the parameter whose state has an entry, and the entry's name in it."""
+        return self._names[entry.name], entry.state
+
     def _lay_out(self, described: Sequence[Parameter]) -> None:
         self.described = described
-        state_numbers = [number for number, entry in enumerate(described) if entry.state]
-        self._owner = {n: (self._names[described[n].name], described[n].state) for n in state_numbers}
-        self._numbers = {owner: number for number, owner in self._owner.items()}
-        keys = {number: (described[number].name, described[number].state) for number in state_numbers}
-        self._strides = {n: self._stride_of[key] for n, key in keys.items() if key in self._stride_of}
+        self._places = {n: self._place(entry) for n, entry in enumerate(described) if entry.state}
+        self._numbers = {place: number for number, place in self._places.items()}
+        self._strides = {
+            n: self._stride_of[place] for n, place in self._places.items() if place in self._stride_of
+        }
         """The strides of this rank's own entries, by number."""
 
     def share_out(self, entries_by_position: Sequence[Sequence[Parameter]]) -> None:
@@ -86,7 +88,7 @@ class CopiedState:
         for position, entries in enumerate(entries_by_position):
             for entry in entries:
                 holders.setdefault(entry, []).append(position)
-        if len({(entry.name, entry.state) for entry in holders}) < len(holders):
+        if len(set(map(self._place, holders))) < len(holders):
             raise UnsupportedOptimizer("ranks of a DP group have optimizer state of other shapes or types")
         whole = len(entries_by_position)
         shared_out = [
@@ -95,6 +97,10 @@ class CopiedState:
         ]
         self.is_shared_out = any(entry.owner for entry in shared_out)
         self._lay_out([*self.described[: len(self.parameters)], *shared_out])
+
+    def is_told_by(self, position: int) -> bool:
+        """Return whether a rank's record has what is beside tensors: if all agree, the first one's."""
+        return self.is_shared_out or position == 0
 
     @property
     def nbytes(self) -> int:
@@ -114,23 +120,23 @@ class CopiedState:
         stateless: list[int] = []
         values: dict[int, dict[str, Any]] = {}
         strides: dict[int, dict[str, tuple[int, ...]]] = {}
-        for owner, parameter in enumerate(self.parameters):
+        for at, parameter in enumerate(self.parameters):
             if not self._optimizer.state.get(parameter):
-                stateless.append(owner)
+                stateless.append(at)
                 continue
             for leaf in _leaves_of(self._optimizer, parameter):
-                entry = self._numbers.get((owner, leaf.name), -1)
+                entry = self._numbers.get((at, leaf.name), -1)
                 if entry in self._strides and self._fits(entry, leaf.value):
                     tensors[entry] = leaf.value
                     if leaf.value.stride() != self._strides[entry]:
-                        strides.setdefault(owner, {})[leaf.name] = leaf.value.stride()
+                        strides.setdefault(at, {})[leaf.name] = leaf.value.stride()
                 else:
-                    values.setdefault(owner, {})[leaf.name] = leaf.value
+                    values.setdefault(at, {})[leaf.name] = leaf.value
         absent: dict[int, list[str]] = {}
         for number in self._strides:
-            owner, name = self._owner[number]
-            if tensors[number] is None and owner not in stateless and name not in values.get(owner, {}):
-                absent.setdefault(owner, []).append(name)
+            at, name = self._places[number]
+            if tensors[number] is None and at not in stateless and name not in values.get(at, {}):
+                absent.setdefault(at, []).append(name)
         members = zip(members_of(self._optimizer), self._counters, strict=True)
         counters = [{name: vars(member)[name] for name in names} for member, names in members]
         beside: dict[str, Any] = {"stateless": stateless, "values": values, "absent": absent}
@@ -162,8 +168,8 @@ class CopiedState:
         described = self.described[number]
         if not described.state:
             return local_of(self.parameters[number]).detach()
-        owner, name = self._owner[number]
-        for leaf in _leaves_of(self._optimizer, self.parameters[owner]):
+        at, name = self._places[number]
+        for leaf in _leaves_of(self._optimizer, self.parameters[at]):
             if leaf.name == name and self._fits(number, leaf.value):
                 tensor: torch.Tensor = leaf.value.detach()
                 return tensor
@@ -194,13 +200,13 @@ class CopiedState:
             pass
         self.install_parameters(tensors)
         with torch.no_grad():
-            for owner, parameter in enumerate(self.parameters):
-                if owner in stateless:
+            for at, parameter in enumerate(self.parameters):
+                if at in stateless:
                     for member in members_of(self._optimizer):
                         member.state.pop(parameter, None)
                     continue
-                of_owner = (values.get(owner, {}), absent.get(owner, ()), strides.get(owner, {}))
-                self._install(owner, parameter, tensors, *of_owner)
+                beside_tensors = (values.get(at, {}), absent.get(at, ()), strides.get(at, {}))
+                self._install(at, parameter, tensors, *beside_tensors)
 
     def install_states(
         self, states: Sequence[Mapping[Any, Any]], counters: Sequence[Mapping[str, Any]]
@@ -213,23 +219,26 @@ class CopiedState:
             states: The state of each parameter, as in `state_dict()`.
             counters: Numbers of the optimizers themselves.
         """
-        names = {(owner, _plain_name(name)): name for owner, name in self._numbers}
+        names = {(at, _plain_name(name)): name for at, name in self._numbers}
         tensors: dict[int, torch.Tensor] = {n: self.value(n).clone() for n in range(len(self.parameters))}
         values: dict[int, dict[str, Any]] = {}
         absent: dict[int, list[str]] = {}
-        for owner, entries in enumerate(states):
+        missing = set(self._numbers)
+        for at, entries in enumerate(states):
             plain = {_plain_name(leaf.name): leaf.value for leaf in leaves(entries)}
-            saved = {names.get((owner, name), name): value for name, value in plain.items()}
+            saved = {names.get((at, name), name): value for name, value in plain.items()}
             for name, value in saved.items():
-                number = self._numbers.get((owner, name))
+                missing.discard((at, name))
+                number = self._numbers.get((at, name))
                 if number is not None and number not in self._strides:
                     continue  # another rank's
                 if number is not None and self._fits(number, value):
                     tensors[number] = value
                 else:
-                    values.setdefault(owner, {})[name] = value
-            absent[owner] = [name for at, name in self._numbers if at == owner and name not in saved]
-        stateless = [owner for owner, entries in enumerate(states) if not entries]
+                    values.setdefault(at, {})[name] = value
+        for at, name in missing:
+            absent.setdefault(at, []).append(name)
+        stateless = [at for at, entries in enumerate(states) if not entries]
         beside = {"stateless": stateless, "values": values, "absent": absent, "counters": counters}
         self.install(tensors, beside)
 
@@ -241,7 +250,7 @@ class CopiedState:
 
     def _install(
         self,
-        owner: int,
+        at: int,
         parameter: nn.Parameter,
         tensors: Mapping[int, torch.Tensor],
         values: Mapping[str, Any],
@@ -250,9 +259,9 @@ class CopiedState:
     ) -> None:
         remaining = dict(values)
         for leaf in list(_leaves_of(self._optimizer, parameter)):
-            number = self._numbers.get((owner, leaf.name))
+            number = self._numbers.get((at, leaf.name))
             if leaf.name in remaining:
-                leaf.replace(_like(remaining.pop(leaf.name), parameter))
+                leaf.replace(placed_like(parameter, remaining.pop(leaf.name)))
             elif leaf.name in absent or number is None:
                 leaf.remove()
             else:
@@ -265,10 +274,10 @@ class CopiedState:
         for name, value in remaining.items():
             if name != next(iter(state.nested({name: value}))):
                 raise StateError(
-                    f"{name} of the optimizer state of {self.described[owner].name} has no place: "
+                    f"{name} of the optimizer state of {self.described[at].name} has no place: "
                     "what it is in is not made by the script's optimizer"
                 )
-            entries_of(self._optimizer, parameter)[name] = _like(value, parameter)
+            entries_of(self._optimizer, parameter)[name] = placed_like(parameter, value)
 
     def _fits(self, number: int, value: object) -> bool:
         described = self.described[number]
@@ -330,7 +339,7 @@ def _plain_name(name: str) -> str:
     return name.replace(":", ".")
 
 
-def _like(value: Any, parameter: nn.Parameter) -> Any:
+def placed_like(parameter: torch.Tensor, value: Any) -> Any:
     """Return a value for the state of a parameter: a tensor of several elements is where that is."""
     if isinstance(value, torch.Tensor) and value.dim():
         return sharded_like(parameter, value.to(parameter.device))

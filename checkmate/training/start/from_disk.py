@@ -22,7 +22,6 @@ from checkmate.consolidate.chunks import Box
 from checkmate.consolidate.stages import Trained, stages
 from checkmate.job.schema import Job
 from checkmate.optim.options import OUTSIDE, put_options
-from checkmate.optim.several import entries_of
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.model.trained import TrainedModel
@@ -37,6 +36,7 @@ from checkmate.training.start.install import (
     install_record,
     load_optimizer,
     part_of,
+    put_entries,
     restored_parts,
 )
 from checkmate.training.start.places import Place, Start
@@ -113,8 +113,8 @@ def resume(
         own_part = part_of(record, place.position).beside.hex()
         besides = exchange.gather(own_part, name_of=place.name_of)
         for part, member in zip(record.parts, place.job.dp_groups[place.group].ranks, strict=False):
-            needed = watched.copied.is_shared_out or not part.position
-            part.beside = bytes.fromhex(besides[member.rank]) if needed else b""
+            is_told = watched.copied.is_told_by(part.position)
+            part.beside = bytes.fromhex(besides[member.rank]) if is_told else b""
     if trouble:
         instead = f"checkpoints={str(older[0])!r} selects the one before it" if older else ""
         raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, instead, ANEW])))
@@ -226,7 +226,7 @@ def _install_copied(
     trained = set(copied.parameters)
     for parameter, entries in of_parameter.items():
         if entries and parameter not in trained:
-            entries_of(optimizer, parameter).update(entries)
+            put_entries(optimizer, parameter, entries)
     for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         put_options(group, {key: value for key, value in options.items() if key not in OUTSIDE})
 

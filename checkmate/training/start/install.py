@@ -17,7 +17,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import in_memory_order, sharded_like
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched
-from checkmate.training.record.copied_state import CopiedState
+from checkmate.training.record.copied_state import CopiedState, placed_like
 from checkmate.training.record.generators import install_generators
 from checkmate.training.record.wrapped import class_of
 from checkmate.training.start.places import Place
@@ -204,7 +204,7 @@ def install_copied(
         copied.install_parameters(tensors)
         return
     try:
-        data = part_of(record, position if copied.is_shared_out else 0).beside
+        data = part_of(record, position if copied.is_told_by(position) else 0).beside
         copied.install(tensors, state.loads(data) if data else {})
     except state.StateError as error:
         raise InstallError(str(error)) from None
@@ -214,10 +214,15 @@ def install_frozen(optimizer: torch.optim.Optimizer, record: pb.IterationRecord)
     """Set an optimizer's state of parameters whose gradients are not reduced, where all else is copied."""
     flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, entries in _frozen_states(record).items():
-        for name, value in entries.items():
-            if isinstance(value, torch.Tensor) and value.dim():
-                value = value.to(flat[number].device)  # noqa: PLW2901
-            entries_of(optimizer, flat[number])[name] = value
+        put_entries(optimizer, flat[number], entries)
+
+
+def put_entries(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entries: Mapping[str, object]
+) -> None:
+    """Set entries of a parameter's state, where the parameter is."""
+    present = entries_of(optimizer, parameter)
+    present.update({name: placed_like(parameter, value) for name, value in entries.items()})
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> None:

@@ -250,30 +250,28 @@ def _check_shards(place: Place, model: TrainedModel) -> None:
 
 
 def lay_out(
-    model: TrainedModel, shards: int, slicing: Slicing = RING_SLICING, share: Share = WHOLE
+    model: TrainedModel,
+    shards: int,
+    slicing: Slicing = RING_SLICING,
+    share: Share = WHOLE,
+    copied: CopiedState | None = None,
 ) -> Layout:
-    """Return the layout of a model's parameters.
+    """Return the layout of a model's parameters; with `copied`, of the state that is copied, too.
 
     Raises:
         LayoutError: A parameter is not dense in memory.
     """
-    return make_layout(model.describe(), shards, model.bucket_bytes, slicing, model.describe_frozen(), share)
+    parameters = model.describe() if copied is None else copied.described
+    return make_layout(parameters, shards, model.bucket_bytes, slicing, model.describe_frozen(), share)
 
 
 def lay_out_shares(
     model: TrainedModel, place: Place, slicing: Slicing, copied: CopiedState | None = None
 ) -> dict[int, Layout]:
-    """Return the layouts of all DP groups that train a model, by group. Raise `LayoutError` as `lay_out`.
-
-    `copied`: the state that is laid out in place of gradients.
-    """
-    if copied is not None:
-        shards, bucket_bytes = place.job.shards(place.group), model.bucket_bytes
-        frozen = model.describe_frozen()
-        return {place.group: make_layout(copied.described, shards, bucket_bytes, slicing, frozen)}
+    """Return the layouts of all DP groups that train a model, by group. Args and errors: as in `lay_out`."""
     groups = place.together or (place.group,)
     return {
-        group: lay_out(model, place.job.shards(group), slicing, Share(index, len(groups)))
+        group: lay_out(model, place.job.shards(group), slicing, Share(index, len(groups)), copied)
         for index, group in enumerate(groups)
     }
 
