@@ -148,7 +148,7 @@ def problems(plan: ScriptPlan, history: History) -> list[Problem]:
     if keeps_all(plan):
         result += [Problem("needless refusal", attempt.why) for attempt in refusals[:1]]
         result += [Problem("needless warning", text) for text in _needless(plan, history)[:1]]
-        result += _repeated(history)
+        result += _repeated(plan, history)
     elif refusals and history.last.outcome == "ended" and not _may_go_on(plan, history):
         result.append(Problem("refused, then accepted", refusals[0].why))
     return result
@@ -209,10 +209,15 @@ def _missing(plan: ScriptPlan, history: History) -> Iterator[Problem]:
             yield Problem("missing turns", f"rank {rank}: {missing}")
 
 
-def _repeated(history: History) -> Iterator[Problem]:
-    """Yield a start that repeats more than one turn that was completed."""
+def _repeated(plan: ScriptPlan, history: History) -> Iterator[Problem]:
+    """Yield a start that repeats more than one iteration that was completed.
+
+    Each turn is one, but if nothing marks its end, a turn without a step belongs to that of the next step.
+    """
+    within = plan.loop.skipped if plan.loop.boundary == "none" else ()
     newest = -1
     for number, attempt in enumerate(history.attempts):
-        if attempt.resumed is not None and attempt.resumed < newest:
+        repeated = set(range(newest + 1 if attempt.resumed is None else attempt.resumed, newest + 1))
+        if len(repeated.difference(within)) > 1:
             yield Problem("repeats", f"start {number} resumed at {attempt.resumed} after turn {newest}")
         newest = max([newest, *attempt.turns(0)])

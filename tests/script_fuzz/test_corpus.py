@@ -224,6 +224,7 @@ def attempt(outcome: str, first: int, turns: str, *, why: str = "", warns: str =
 
 PLAIN = attempt("ended", 0, "abcd")
 FOUR = ScriptPlan(turns=4)
+UNMARKED = replace(FOUR, loop=LoopPlan(boundary="none", skipped=(2,)))
 BY_HAND = replace(FOUR, deeds=(Deed("param-step", 1, "after-step"),))
 
 
@@ -233,6 +234,8 @@ BY_HAND = replace(FOUR, deeds=(Deed("param-step", 1, "after-step"),))
         (FOUR, [attempt("ended", 0, "abcd")], []),
         (FOUR, [attempt("killed", 0, "abc"), attempt("ended", 2, "cd")], []),
         (FOUR, [attempt("killed", 0, "abc"), attempt("ended", 1, "bcd")], ["repeats"]),
+        (UNMARKED, [attempt("killed", 0, "abc"), attempt("ended", 1, "bcd")], []),
+        (UNMARKED, [attempt("killed", 0, "abcd"), attempt("ended", 1, "bcd")], ["repeats"]),
         (FOUR, [attempt("killed", 0, "a"), attempt("ended", 2, "cd")], ["missing turns"] * 2),
         (FOUR, [attempt("killed", 0, "abc"), attempt("ended", 2, "xd")], ["silent difference"]),
         (FOUR, [attempt("refused", 0, "ab", why="no")], ["needless refusal"]),
