@@ -114,6 +114,7 @@ def shadow(
             insecure=insecure,
             metrics=metrics,
             events=log,
+            file=job,
         ) as serving,
     ):
         log.beat = serving.reached

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from checkmate import state
-from checkmate.consolidate.chunks import equal_bits
+from checkmate.consolidate.chunks import Select, equal_bits, everything
 from checkmate.consolidate.snapshot import GroupState, Snapshot
 from checkmate.consolidate.stage_state import StageState, assemble_stage
 from checkmate.consolidate.stages import Trained, stages
@@ -42,7 +42,7 @@ def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
     """
     trained = [Trained.from_layout(group_state.layout) for group_state in snapshot.groups]
     checkpoints = [
-        _stage(snapshot, number, {group: snapshot.groups[group] for group in groups}, by_name)
+        stage_of(snapshot, number, {group: snapshot.groups[group] for group in groups}, by_name=by_name)
         for number, groups in enumerate(stages(snapshot.job, trained))
     ]
     return (
@@ -52,11 +52,28 @@ def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
     )
 
 
-def _stage(
-    snapshot: Snapshot, number: int, members: Mapping[int, GroupState], by_name: bool
+def stage_of(
+    snapshot: Snapshot,
+    number: int,
+    members: Mapping[int, GroupState],
+    select: Select = everything,
+    *,
+    by_name: bool = False,
 ) -> dict[str, Any]:
+    """Return a stage's dictionary, as in `checkpoint`, with what `select` selects of each tensor.
+
+    Args:
+        snapshot: The job's state; its `groups` are not used.
+        number: The stage's number.
+        members: Its DP groups' states. Chunks are removed from them if there are several.
+        select: As in `assemble_stage`.
+        by_name: As in `checkpoint`.
+
+    Raises:
+        StateError: As `checkpoint`.
+    """
     first, *_ = members.values()
-    stage = assemble_stage(members)
+    stage = assemble_stage(members, select)
     buffers = {name: tensor for name, tensor in stage.beside.items() if not state.is_frozen_state(name)}
     parts = _parts(snapshot.job, members)
     step = next((part.step for part in first.record.parts if part.position == 0), pb.Step())

@@ -33,6 +33,23 @@ class Box:
         """The indices that select it in the whole tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.offset, self.shape, strict=True))
 
+    def common(self, second: Box) -> Box | None:
+        """Return what two boxes of a tensor have in common, or `None` if that is nothing."""
+        start = tuple(max(pair) for pair in zip(self.offset, second.offset, strict=True))
+        ends = (
+            min(at + size, other_at + other_size)
+            for at, size, other_at, other_size in zip(
+                self.offset, self.shape, second.offset, second.shape, strict=True
+            )
+        )
+        shape = tuple(end - at for at, end in zip(start, ends, strict=True))
+        return Box(start, shape) if all(size > 0 for size in shape) else None
+
+    def within(self, outer: Box) -> Box:
+        """Return where it is in another box that contains it."""
+        offset = tuple(at - outer_at for at, outer_at in zip(self.offset, outer.offset, strict=True))
+        return Box(offset, self.shape)
+
     def __str__(self) -> str:
         return f"{list(self.shape)} at {list(self.offset)}"
 
@@ -60,7 +77,8 @@ class Cover:
         Raises:
             StateError: A box is outside of the tensor, a part is missing, or boxes overlap but are not equal.
         """
-        self._name, self._whole, self._boxes = name, tuple(whole), dict(boxes)
+        self.whole = tuple(whole)
+        self._name, self._boxes = name, dict(boxes)
         self._first: dict[Box, int] = {}
         for group, box in boxes.items():
             self._check_within(group, box)
@@ -68,18 +86,26 @@ class Cover:
                 self._first.setdefault(box, group)
         self._check_overlaps()
         covered = sum(box.elements for box in self._first)
-        if covered != math.prod(self._whole):
+        if covered != math.prod(self.whole):
             raise StateError(
-                f"{name}: a chunk is missing: DP groups have {covered:,} of the {math.prod(self._whole):,} "
-                f"elements of {list(self._whole)}: {self._describe()}"
+                f"{name}: a chunk is missing: DP groups have {covered:,} of the {math.prod(self.whole):,} "
+                f"elements of {list(self.whole)}: {self._describe()}"
             )
 
-    def assemble(self, tensor_name: str, tensors: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return the whole tensor, which is the chunk itself if there is only one.
+    def needed_for(self, part: Box) -> set[int]:
+        """Return the DP groups whose chunks are needed for a part of the tensor; one, if it is empty."""
+        groups = {group for box, group in self._first.items() if box.common(part) is not None}
+        return groups or set([*self._first.values(), *self._boxes][:1])
+
+    def assemble(
+        self, tensor_name: str, tensors: Mapping[int, torch.Tensor], part: Box | None = None
+    ) -> torch.Tensor:
+        """Return the whole tensor, which is the chunk itself if there is only one, or a part of it.
 
         Args:
             tensor_name: The tensor's name in messages.
-            tensors: The chunk of each DP group.
+            tensors: The chunk of each DP group; for a part, of those that are needed.
+            part: The part; `None` for all.
 
         Raises:
             StateError: DP groups have another type, or other bits of the same chunk.
@@ -90,30 +116,33 @@ class Cover:
         for group, tensor in tensors.items():
             box = self._boxes[group]
             first = self._first.get(box, group)
-            if first != group and not equal_bits(tensor, tensors[first]):
+            if first != group and first in tensors and not equal_bits(tensor, tensors[first]):
                 raise StateError(
                     f"{tensor_name}: DP groups {first} and {group} have the same chunk, {box}, but other "
                     "values; if these are stages of a pipeline, give the job a mesh with pp"
                 )
         if len(self._first) == 1:
-            return tensors[next(iter(self._first.values()))]
-        result = torch.empty(self._whole, dtype=types.pop())
+            tensor = tensors[next(iter(self._first.values()))]
+            return tensor if part is None else tensor[part.slices]
+        part = part or Box((0,) * len(self.whole), self.whole)
+        result = torch.empty(part.shape, dtype=types.pop())
         for box, group in self._first.items():
-            result[box.slices].copy_(tensors[group])
+            if (common := box.common(part)) is not None:
+                result[common.within(part).slices].copy_(tensors[group][common.within(box).slices])
         return result
 
     def _check_within(self, group: int, box: Box) -> None:
-        sizes = zip(box.offset, box.shape, self._whole, strict=False)
-        is_inside = len(box.offset) == len(box.shape) == len(self._whole)
+        sizes = zip(box.offset, box.shape, self.whole, strict=False)
+        is_inside = len(box.offset) == len(box.shape) == len(self.whole)
         if not is_inside or not all(0 <= offset <= offset + size <= limit for offset, size, limit in sizes):
             raise StateError(
-                f"{self._name}: the chunk of DP group {group}, {box}, is not within {list(self._whole)}"
+                f"{self._name}: the chunk of DP group {group}, {box}, is not within {list(self.whole)}"
             )
 
     def _check_overlaps(self) -> None:
         """Raise `StateError` if two boxes have some elements in common."""
         boxes = list(self._first)
-        if len(boxes) < 2 or not self._whole:
+        if len(boxes) < 2 or not self.whole:
             return
         start = np.array([box.offset for box in boxes])
         stop = start + np.array([box.shape for box in boxes])

@@ -81,6 +81,12 @@ NODE_TROUBLE: Final = _kind("node.trouble", "a problem of the node itself", "why
 NODE_FENCED: Final = _kind(
     "node.fenced", "a restart has stopped its commits", "incarnation", "iteration", "why"
 )
+RANKS_CHANGED: Final = _kind(
+    "ranks.changed", "training restarts with other ranks, which the job file has now"
+)
+RANKS_WHOLE: Final = _kind(
+    "ranks.whole", "the job has all shards again: the state of its former ranks is dropped"
+)
 NODE_RESET: Final = _kind("node.reset", "`checkmate reset` has discarded what it held", "generation")
 NODE_DRAINED: Final = _kind("node.drained", "`checkmate drain`: it holds nothing until it is restarted")
 TRAINING_BEGUN: Final = _kind("training.begun", "a DP group starts", "group", "incarnation", "iteration")

@@ -1,19 +1,25 @@
-"""Finds shadow nodes whose state is of other ranks, DP groups or another mesh than the job's. Pure."""
+"""Shadow nodes whose state is of another mesh than the job's, or other ranks, groups or shards. Pure."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from checkmate.base.wording import at_iteration, counted
-from checkmate.job.schema import Job, Mesh
-from checkmate.nodes.standing import Answers, counted_holds, node_name
+from checkmate.job.schema import NO_ADDRESS, DpGroup, Job, Mesh, Rank
+from checkmate.nodes.standing import Answers, beginning_of, counted_holds, newest_beginnings, node_name
 from checkmate.rpc import shadow_pb2 as pb
 
 RESHARDING: Final = (
-    "To continue with other ranks, save the state with `checkmate consolidate`, with the job file as it was "
-    "then; start the shadow nodes again with the new one; and specify restore(..., checkpoints=)"
+    "To go on with other ranks, copy the job file to the hosts of all shadow nodes, too: they read it again "
+    "by themselves, and training resumes from what they hold"
+)
+BY_DISK: Final = (
+    "To go on nevertheless, save the state with `checkmate consolidate`, with the job file as it was then; "
+    "start the shadow nodes again; and specify restore(..., checkpoints=)"
 )
 _MESH: Final = tuple(field.name for field in fields(Mesh))
 _MAX_SHOWN: Final = 8
@@ -27,8 +33,164 @@ class OtherRanks(RuntimeError):
 def job_ranks(job: Job) -> pb.JobRanks:
     """Return what a job's shadow nodes, and its trainers, tell each other about its ranks."""
     mesh = {} if job.mesh is None else {name: getattr(job.mesh, name) for name in _MESH}
-    groups = (pb.GroupRanks(ranks=[rank.rank for rank in group.ranks]) for group in job.dp_groups)
-    return pb.JobRanks(mesh=mesh, groups=groups)
+    groups = (
+        pb.GroupRanks(
+            ranks=[rank.rank for rank in group.ranks],
+            hosts=[rank.host or "" for rank in group.ranks],
+            shadow_nodes=job.shadow_list(number),
+        )
+        for number, group in enumerate(job.dp_groups)
+    )
+    return pb.JobRanks(mesh=mesh, groups=groups, replicas=job.replicas)
+
+
+def ranks_digest(ranks: pb.JobRanks) -> bytes:
+    """Return 16 bytes that are the same for job files whose ranks train the same, in as many shards."""
+    groups = [[list(group.ranks), len(group.shadow_nodes)] for group in ranks.groups]
+    data = json.dumps([sorted(ranks.mesh.items()), groups])
+    return hashlib.blake2b(data.encode(), digest_size=16).digest()
+
+
+def job_of(job: Job, ranks: pb.JobRanks) -> Job:
+    """Return a job as it is with other ranks, which its nodes have been told.
+
+    It has what the nodes' state depends on: mesh, groups, hosts and holders, and no addresses of ranks.
+
+    Raises:
+        OtherRanks: A node that holds a part of that state is not in the job any more.
+    """
+    nodes = {node.id for node in job.shadow_nodes}
+    for group in ranks.groups:
+        if len(group.hosts) != len(group.ranks) or not (group.ranks and group.shadow_nodes):
+            raise OtherRanks("a shadow node holds the state of ranks that no job has")
+        if gone := sorted(set(group.shadow_nodes) - nodes):
+            raise OtherRanks(
+                f"shadow node {gone[0]}, which holds a part of the state, is not in the job file any more: "
+                "add it again, and leave it out at a later start"
+            )
+    groups = tuple(
+        DpGroup(
+            ranks=tuple(
+                Rank(rank=rank, host=host or None, ip=NO_ADDRESS, mac="", switch="", port=0)
+                for rank, host in zip(group.ranks, group.hosts, strict=True)
+            ),
+            shadow_nodes=tuple(group.shadow_nodes),
+        )
+        for group in ranks.groups
+    )
+    if ranks.mesh and (set(ranks.mesh) != set(_MESH) or not all(ranks.mesh.values())):
+        raise OtherRanks("a shadow node holds the state of a mesh that no job has")
+    mesh = Mesh(**dict(ranks.mesh)) if ranks.mesh else None
+    return replace(job, mesh=mesh, dp_groups=groups, replicas=ranks.replicas or 1)
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """A job with some ranks, and what its nodes hold of it."""
+
+    job: Job
+    ranks: pb.JobRanks
+    is_former: bool
+    """Whether these are not the job's present ranks."""
+    answers: Answers
+    """Each node's status of that, or why there is none."""
+
+    @property
+    def digest(self) -> bytes:
+        """The digest by which nodes know what is asked for; empty for the present ranks."""
+        return ranks_digest(self.ranks) if self.is_former else b""
+
+    def select(self, answers: Answers) -> Answers:
+        """Return what later answers of nodes say of these ranks."""
+        return {node: _status_of(self.ranks, answer) for node, answer in answers.items()}
+
+
+def held_states(job: Job, answers: Answers) -> list[HeldState]:
+    """Return what nodes hold of a job with its present ranks, and with others. The newest state comes first.
+
+    Raises:
+        OtherRanks: A node that holds a part of a state is not in the job any more.
+    """
+    own_ranks, tables = job_ranks(job), dict[bytes, pb.JobRanks]()
+    holds: dict[bytes, list[pb.HoldStatus]] = {b"": []}
+    for answer in answers.values():
+        for status in _statuses(answer):
+            is_own = not status.job_ranks.groups or difference(status.job_ranks, own_ranks) is None
+            digest = b"" if is_own else ranks_digest(status.job_ranks)
+            counted_here = [hold for _, hold in counted_holds({0: status})]
+            holds.setdefault(digest, []).extend(counted_here)
+            if digest and counted_here:
+                tables.setdefault(digest, status.job_ranks)
+    states = {
+        b"": HeldState(
+            job, own_ranks, False, {n: _status_of(own_ranks, answer) for n, answer in answers.items()}
+        )
+    }
+    for digest, ranks in tables.items():
+        statuses = {node: _status_of(ranks, answer) for node, answer in answers.items()}
+        states[digest] = HeldState(job_of(job, ranks), ranks, True, statuses)
+    newest = newest_beginnings(hold for of_ranks in holds.values() for hold in of_ranks)
+
+    def age(digest: bytes) -> tuple[bool, int]:
+        beginnings = {beginning_of(hold) for hold in holds[digest]}
+        greatest = max((beginning.generation for beginning in beginnings), default=0)
+        return beginnings.isdisjoint(newest), -greatest
+
+    return [states[digest] for digest in sorted(states, key=age)]
+
+
+def _statuses(answer: pb.NodeStatus | str) -> list[pb.NodeStatus]:
+    """Return what a node says of its present ranks, and of former ones."""
+    if isinstance(answer, str):
+        return []
+    if not answer.HasField("former"):
+        return [answer]
+    former = pb.NodeStatus(
+        node=answer.node,
+        job_ranks=answer.former.job_ranks,
+        holds=answer.former.holds,
+        discarded=answer.discarded,
+        fenced=True,
+    )
+    return [answer, former]
+
+
+def _status_of(ranks: pb.JobRanks, answer: pb.NodeStatus | str) -> pb.NodeStatus | str:
+    """Return what a node says of some ranks, or that it holds nothing of them."""
+    if isinstance(answer, str):
+        return answer
+    for status in _statuses(answer):
+        if not status.job_ranks.groups or difference(status.job_ranks, ranks) is None:
+            return status
+    return "holds nothing of these ranks"
+
+
+def other_files(job: Job, answers: Answers) -> str:
+    """Return which node that holds something has a job file without this job's ranks now, or "".
+
+    Only those with the newest run count: one that was away may come back with an older run, of a job file
+    that was replaced meanwhile.
+    """
+    own_ranks = job_ranks(job)
+    holds = [
+        (node, hold)
+        for node, answer in answers.items()
+        for status in _statuses(answer)
+        for hold in status.holds
+    ]
+    newest_run = max((hold.generation for _, hold in holds), default=0)
+    for node in sorted({node for node, hold in holds if hold.generation == newest_run}):
+        answer = answers[node]
+        assert isinstance(answer, pb.NodeStatus)
+        present = answer.next_ranks if answer.HasField("next_ranks") else answer.job_ranks
+        if not present.groups or (sizes := difference(present, own_ranks)) is None:
+            continue
+        newest = max((hold.stepped for _, hold in holds), default=-1)
+        return (
+            f"{node_name(job, node)} holds a state {at_iteration(newest)}, and its job file has {sizes[0]}, "
+            f"but the job now has {sizes[1]}. {answer.next_trouble or RESHARDING}"
+        )
+    return ""
 
 
 def other_ranks(job: Job, answers: Answers) -> str:
@@ -65,10 +227,16 @@ def difference(old_ranks: pb.JobRanks, new_ranks: pb.JobRanks) -> tuple[str, str
     if [len(group.ranks) for group in old_ranks.groups] != [len(group.ranks) for group in new_ranks.groups]:
         return _sizes(old_ranks), _sizes(new_ranks)
     for number, (before, now) in enumerate(zip(old_ranks.groups, new_ranks.groups, strict=True)):
-        if before != now:
+        if list(before.ranks) != list(now.ranks):
             return (
                 f"DP group {number} with ranks {_ranks_words(before)}",
                 f"it with ranks {_ranks_words(now)}",
+            )
+        shards = [len(group.shadow_nodes) for group in (before, now)]
+        if shards[0] != shards[1]:
+            return (
+                f"DP group {number} in {counted(shards[0], 'shard')}",
+                f"it in {counted(shards[1], 'shard')}",
             )
     return None
 
@@ -79,8 +247,9 @@ def _mesh(mesh: Mapping[str, int], names: list[str]) -> str:
 
 
 def _sizes(job_ranks: pb.JobRanks) -> str:
-    sizes = " and ".join(map(str, sorted({len(group.ranks) for group in job_ranks.groups})))
-    return f"{counted(len(job_ranks.groups), 'DP group')} of {sizes or 'no'} ranks"
+    *smaller, largest = sorted({len(group.ranks) for group in job_ranks.groups}) or [0]
+    sizes = " and ".join([*map(str, smaller), counted(largest, "rank")])
+    return f"{counted(len(job_ranks.groups), 'DP group')} of {sizes}"
 
 
 def _ranks_words(group: pb.GroupRanks) -> str:

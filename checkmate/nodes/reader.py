@@ -116,6 +116,8 @@ class ShardRequest:
     incarnation: int | None = None
     start: bytes | None = None
     parameters: tuple[int, ...] | None = None
+    ranks: bytes = b""
+    """The digest of the ranks whose state it is (`other_ranks`); empty: the job's present ones."""
 
     def numbers(self, layout: Layout) -> Sequence[int]:
         """Return the parameters that are requested."""
@@ -133,6 +135,7 @@ def check_header(header: pb.SeedHeader, request: ShardRequest) -> Layout:
         None if request.incarnation is None else header.incarnation,
         None if request.start is None else header.start,
         request.parameters,
+        request.ranks,
     )
     if request_of_node != request:
         requested, delivered = _words_of(request), _words_of(request_of_node)
@@ -220,6 +223,7 @@ def read_shard(stub: ShadowStub, shard_request: ShardRequest, how: ShardReading)
         iteration=shard_request.iteration,
         parameters=shard_request.parameters or (),
         header_only=shard_request.parameters == (),
+        ranks_digest=shard_request.ranks,
     )
     stream = stub.Fetch(request, timeout=max(how.deadline - time.monotonic(), _LEAST_SECONDS))
     too_late = threading.Timer(how.step_seconds or 0, stream.cancel)

@@ -533,12 +533,15 @@ class SettleRequest(google.protobuf.message.Message):
     ITERATION_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
     CONTINUES_FIELD_NUMBER: builtins.int
+    RANKS_DIGEST_FIELD_NUMBER: builtins.int
     job: builtins.str
     iteration: builtins.int
     run: builtins.str
     """holds of another run are dropped"""
     continues: builtins.bytes
     """and those whose state is of another start: as in BeginRequest"""
+    ranks_digest: builtins.bytes
+    """of the ranks whose state it is, 16 bytes; others' is dropped. Empty: the present ranks"""
     def __init__(
         self,
         *,
@@ -546,8 +549,9 @@ class SettleRequest(google.protobuf.message.Message):
         iteration: builtins.int = ...,
         run: builtins.str = ...,
         continues: builtins.bytes = ...,
+        ranks_digest: builtins.bytes = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["continues", b"continues", "iteration", b"iteration", "job", b"job", "run", b"run"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["continues", b"continues", "iteration", b"iteration", "job", b"job", "ranks_digest", b"ranks_digest", "run", b"run"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SettleRequest: typing_extensions.TypeAlias = SettleRequest
@@ -756,6 +760,9 @@ class NodeStatus(google.protobuf.message.Message):
     TRAINERS_FIELD_NUMBER: builtins.int
     JOB_RANKS_FIELD_NUMBER: builtins.int
     LEFT_FIELD_NUMBER: builtins.int
+    FORMER_FIELD_NUMBER: builtins.int
+    NEXT_RANKS_FIELD_NUMBER: builtins.int
+    NEXT_TROUBLE_FIELD_NUMBER: builtins.int
     REFUSAL_FIELD_NUMBER: builtins.int
     WAITED_SECONDS_FIELD_NUMBER: builtins.int
     job: builtins.str
@@ -786,6 +793,7 @@ class NodeStatus(google.protobuf.message.Message):
     """connections for step records"""
     left: builtins.bool
     """an operator has drained it: it begins nothing until it is restarted"""
+    next_trouble: builtins.str
     waited_seconds: builtins.float
     """that steps of the present start waited for this node: the rank that waited longest"""
     @property
@@ -805,6 +813,14 @@ class NodeStatus(google.protobuf.message.Message):
     @property
     def job_ranks(self) -> Global___JobRanks:
         """in the job file of the node"""
+
+    @property
+    def former(self) -> Global___FormerState:
+        """What it holds of the job as it was before its ranks changed, until all shards have a live hold again."""
+
+    @property
+    def next_ranks(self) -> Global___JobRanks:
+        """In the answer to Fence: the ranks in its job file now, if that was changed since the node read it; and why not."""
 
     @property
     def refusal(self) -> Global___Refusal:
@@ -835,18 +851,55 @@ class NodeStatus(google.protobuf.message.Message):
         trainers: builtins.int = ...,
         job_ranks: Global___JobRanks | None = ...,
         left: builtins.bool = ...,
+        former: Global___FormerState | None = ...,
+        next_ranks: Global___JobRanks | None = ...,
+        next_trouble: builtins.str = ...,
         refusal: Global___Refusal | None = ...,
         waited_seconds: builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_refusal", b"_refusal", "job_ranks", b"job_ranks", "refusal", b"refusal"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_former", b"_former", "_next_ranks", b"_next_ranks", "_refusal", b"_refusal", "former", b"former", "job_ranks", b"job_ranks", "next_ranks", b"next_ranks", "refusal", b"refusal"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_refusal", b"_refusal", "behind", b"behind", "capability", b"capability", "discarded", b"discarded", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "job_ranks", b"job_ranks", "left", b"left", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "protocol", b"protocol", "pull_seconds", b"pull_seconds", "refusal", b"refusal", "step_seconds", b"step_seconds", "torch", b"torch", "trainers", b"trainers", "trouble", b"trouble", "waited_seconds", b"waited_seconds"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_former", b"_former", "_next_ranks", b"_next_ranks", "_refusal", b"_refusal", "behind", b"behind", "capability", b"capability", "discarded", b"discarded", "drained", b"drained", "fenced", b"fenced", "former", b"former", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "job_ranks", b"job_ranks", "left", b"left", "memory_bytes", b"memory_bytes", "next_ranks", b"next_ranks", "next_trouble", b"next_trouble", "nics", b"nics", "node", b"node", "parts", b"parts", "protocol", b"protocol", "pull_seconds", b"pull_seconds", "refusal", b"refusal", "step_seconds", b"step_seconds", "torch", b"torch", "trainers", b"trainers", "trouble", b"trouble", "waited_seconds", b"waited_seconds"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__former: typing_extensions.TypeAlias = typing.Literal["former"]
+    _WhichOneofArgType__former: typing_extensions.TypeAlias = typing.Literal["_former", b"_former"]
+    _WhichOneofReturnType__next_ranks: typing_extensions.TypeAlias = typing.Literal["next_ranks"]
+    _WhichOneofArgType__next_ranks: typing_extensions.TypeAlias = typing.Literal["_next_ranks", b"_next_ranks"]
     _WhichOneofReturnType__refusal: typing_extensions.TypeAlias = typing.Literal["refusal"]
     _WhichOneofArgType__refusal: typing_extensions.TypeAlias = typing.Literal["_refusal", b"_refusal"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__former) -> _WhichOneofReturnType__former | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_ranks) -> _WhichOneofReturnType__next_ranks | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__refusal) -> _WhichOneofReturnType__refusal | None: ...
 
 Global___NodeStatus: typing_extensions.TypeAlias = NodeStatus
+
+@typing.final
+class FormerState(google.protobuf.message.Message):
+    """What a node holds of its job as it was with other ranks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_RANKS_FIELD_NUMBER: builtins.int
+    HOLDS_FIELD_NUMBER: builtins.int
+    @property
+    def job_ranks(self) -> Global___JobRanks: ...
+    @property
+    def holds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HoldStatus]: ...
+    def __init__(
+        self,
+        *,
+        job_ranks: Global___JobRanks | None = ...,
+        holds: collections.abc.Iterable[Global___HoldStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["job_ranks", b"job_ranks"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["holds", b"holds", "job_ranks", b"job_ranks"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___FormerState: typing_extensions.TypeAlias = FormerState
 
 @typing.final
 class JobRanks(google.protobuf.message.Message):
@@ -873,6 +926,9 @@ class JobRanks(google.protobuf.message.Message):
 
     MESH_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
+    REPLICAS_FIELD_NUMBER: builtins.int
+    replicas: builtins.int
+    """holders of each shard"""
     @property
     def mesh(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """sizes of dimensions; empty: the job has no mesh"""
@@ -884,8 +940,9 @@ class JobRanks(google.protobuf.message.Message):
         *,
         mesh: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         groups: collections.abc.Iterable[Global___GroupRanks] | None = ...,
+        replicas: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["groups", b"groups", "mesh", b"mesh"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["groups", b"groups", "mesh", b"mesh", "replicas", b"replicas"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___JobRanks: typing_extensions.TypeAlias = JobRanks
@@ -897,14 +954,26 @@ class GroupRanks(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RANKS_FIELD_NUMBER: builtins.int
+    HOSTS_FIELD_NUMBER: builtins.int
+    SHADOW_NODES_FIELD_NUMBER: builtins.int
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def hosts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of these ranks, as the job file names them; or none"""
+
+    @property
+    def shadow_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the ids of those that hold its shards, in the order of shards"""
+
     def __init__(
         self,
         *,
         ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        hosts: collections.abc.Iterable[builtins.str] | None = ...,
+        shadow_nodes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["ranks", b"ranks"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["hosts", b"hosts", "ranks", b"ranks", "shadow_nodes", b"shadow_nodes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GroupRanks: typing_extensions.TypeAlias = GroupRanks
@@ -2199,10 +2268,13 @@ class FetchRequest(google.protobuf.message.Message):
     ITERATION_FIELD_NUMBER: builtins.int
     PARAMETERS_FIELD_NUMBER: builtins.int
     HEADER_ONLY_FIELD_NUMBER: builtins.int
+    RANKS_DIGEST_FIELD_NUMBER: builtins.int
     job: builtins.str
     iteration: builtins.int
     header_only: builtins.bool
     """no parameters at all"""
+    ranks_digest: builtins.bytes
+    """as in SettleRequest"""
     @property
     def shard(self) -> Global___Shard: ...
     @property
@@ -2217,10 +2289,11 @@ class FetchRequest(google.protobuf.message.Message):
         iteration: builtins.int = ...,
         parameters: collections.abc.Iterable[builtins.int] | None = ...,
         header_only: builtins.bool = ...,
+        ranks_digest: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["shard", b"shard"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["header_only", b"header_only", "iteration", b"iteration", "job", b"job", "parameters", b"parameters", "shard", b"shard"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["header_only", b"header_only", "iteration", b"iteration", "job", b"job", "parameters", b"parameters", "ranks_digest", b"ranks_digest", "shard", b"shard"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
@@ -2321,6 +2394,7 @@ class Decision(google.protobuf.message.Message):
     SHARDS_FIELD_NUMBER: builtins.int
     PATIENCE_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
+    WHOLE_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     step_to: builtins.int
     """all live holds step up to this iteration"""
@@ -2331,6 +2405,8 @@ class Decision(google.protobuf.message.Message):
     patience: builtins.float
     """as in Progress"""
     protocol: builtins.int
+    whole: builtins.bool
+    """if it decides: each shard of the job has a live hold"""
     @property
     def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Kept]: ...
     @property
@@ -2348,8 +2424,9 @@ class Decision(google.protobuf.message.Message):
         shards: collections.abc.Iterable[Global___Shard] | None = ...,
         patience: builtins.float = ...,
         protocol: builtins.int = ...,
+        whole: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["active", b"active", "incarnation", b"incarnation", "kept", b"kept", "patience", b"patience", "protocol", b"protocol", "shards", b"shards", "start", b"start", "step_to", b"step_to"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["active", b"active", "incarnation", b"incarnation", "kept", b"kept", "patience", b"patience", "protocol", b"protocol", "shards", b"shards", "start", b"start", "step_to", b"step_to", "whole", b"whole"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Decision: typing_extensions.TypeAlias = Decision

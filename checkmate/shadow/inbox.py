@@ -80,7 +80,11 @@ class Inbox:
     """A server of step records between `start` and `stop`."""
 
     def __init__(
-        self, listener: socket.socket, take: Take, gate: CallerGate | None = None, most: int = CONNECTIONS
+        self,
+        listener: socket.socket,
+        take: Take,
+        gate: CallerGate | None = None,
+        most: Callable[[], int] = lambda: CONNECTIONS,
     ) -> None:
         """Take over `listener`, which `stop` closes.
 
@@ -88,7 +92,7 @@ class Inbox:
             listener: A listening socket.
             take: Called with each part, whether a reply is wanted, and the trainer's address.
             gate: Admits connections; `None` to admit everybody, without TLS.
-            most: The number of connections that have greeted, above which the quietest is closed.
+            most: Returns the number of connections that have greeted, above which the quietest is closed.
         """
         self._listener, self._take, self._gate, self._most = listener, take, gate, most
         self._stopping = threading.Event()
@@ -163,13 +167,13 @@ class Inbox:
             self._strangers.line(
                 f"step records: {counted(len(new), 'connection')} without a greeting, most from {host}"
             )
-        if len(old) > self._most:
+        if len(old) > self._most():
             quietest = min(old, key=lambda connection: connection.heard_at)
             quietest.hang_up()
             self._strangers.line(
                 f"step records: {counted(len(old), 'connection')}; closed one from {quietest.host}"
             )
-        return len(served) < 2 * (NEWCOMERS + self._most)  # threads that end count, too
+        return len(served) < 2 * (NEWCOMERS + self._most())  # threads that end count, too
 
     def _serve(self, connection: _Connection) -> None:
         """Answer one rank until the connection ends."""

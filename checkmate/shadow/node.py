@@ -29,6 +29,7 @@ from checkmate.shadow.clock import STALL, AwakeClock, Silence
 from checkmate.shadow.logic.effects import Close, Connect, DueStep, Effect, Empty, Join, Log, Release
 from checkmate.shadow.logic.hold import Hold
 from checkmate.shadow.logic.node_state import NodeState
+from checkmate.shadow.own_file import OwnJobFile
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 from checkmate.shadow.receive.hold_plans import hold_plans
 from checkmate.shadow.receive.inlet import Inlet
@@ -44,6 +45,8 @@ TICK = 0.1
 Seeds = Mapping[int, tuple[torch.Tensor, Mapping[str, object]]]
 """Tensor and optimizer state of parameters, by number."""
 
+_QUIET_SECONDS = 10.0
+"""The longest that a change of ranks waits for a step that runs."""
 _PAUSE = 1.0  # seconds, after an unexpected error
 
 
@@ -60,9 +63,22 @@ class Node:
         grace: float = GRACE,
         threads: int | None = None,
         make_source: MakeSource | None = None,
+        file: OwnJobFile | None = None,
     ) -> None:
-        """Create it. `make_source`: where streams come from, by default the switches of the job."""
+        """Create it.
+
+        Args:
+            job: The node's job.
+            node_id: Its id in the job.
+            access: Its keys.
+            receive_buffer: Bytes of each stream's socket buffer.
+            grace: Seconds until missing bytes of a stream count as lost.
+            threads: Threads of a step; by default one per core.
+            make_source: Where streams come from; by default the switches of the job.
+            file: The job file, if the node may read it again.
+        """
         self.job, self.id, self.access = job, node_id, access
+        self.file = file
         self.job_ranks = job_ranks(job)
         self.plans = hold_plans(job, node_id)
         self.state_changed = threading.Condition(locks.ordered_lock("node"))
@@ -110,6 +126,15 @@ class Node:
         with self.state_changed:
             yield self.state
             self._follow_up(observe=observe)
+
+    def take_up(self, job: Job) -> None:
+        """Go on with a job file in which the ranks have changed."""
+        plans = hold_plans(job, self.id)
+        with self.moving() as state:
+            self.quiet(_QUIET_SECONDS)
+            self.job, self.job_ranks, self.plans = job, job_ranks(job), plans
+            self.source.follow(job)
+            state.take_up(job, self.now())
 
     def touch(self) -> None:
         """Update the state after streams have received data."""

@@ -194,6 +194,7 @@ class Peers:
                 _kept_from(decision.kept),
                 _shards_from(decision.shards),
                 decision.patience or PATIENCE,
+                whole=decision.whole,
             )
 
     def _reports(self, peer: int) -> Iterator[pb.Progress]:
@@ -233,6 +234,7 @@ class Peers:
             kept=_to_kept(committee.progress.kept_shards),
             shards=_to_shards(committee.progress.shards),
             patience=committee.progress.patience,
+            whole=committee.is_whole(self._node.now()),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -25,6 +26,7 @@ from checkmate.shadow.calls.transfer import take
 from checkmate.shadow.copier import Copier
 from checkmate.shadow.inbox import Inbox
 from checkmate.shadow.node import GRACE, Node
+from checkmate.shadow.own_file import OwnJobFile
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.receive.connect import (
     RECEIVE_BUFFER,
@@ -80,6 +82,7 @@ class Serving:
         insecure: bool = False,
         metrics: str | None = None,
         events: EventLog | None = None,
+        file: Path | None = None,
     ) -> None:
         """Prepare a node, which runs from `__enter__` on.
 
@@ -92,6 +95,7 @@ class Serving:
             insecure: serve everybody, without keys and TLS.
             metrics: HOST:PORT at which metrics are served.
             events: this process's event log, which is served.
+            file: the job file, which the node reads again if training restarts with other ranks.
 
         Raises:
             StreamError: if this machine lacks the NICs' addresses or the right to such buffers.
@@ -122,6 +126,7 @@ class Serving:
                 grace=grace,
                 threads=threads,
                 make_source=make_source,
+                file=None if file is None else OwnJobFile(file, node_id),
             )
             undo.callback(self.node.close)
             self._metrics = _metrics_server(metrics, self.node) if metrics is not None else nullcontext()
@@ -131,8 +136,12 @@ class Serving:
                 if shortfall != TCP_MEM_UNSEEN:  # which is not a problem of the node
                     self.node.state.note_trouble(shortfall)
             # Two of each rank, because an old connection may linger.
-            most = 2 * job.rank_count + _SPARE_CONNECTIONS
-            self._inbox = Inbox(listener, partial(take, self.node), gate, most)
+            self._inbox = Inbox(
+                listener,
+                partial(take, self.node),
+                gate,
+                lambda: 2 * self.node.job.rank_count + _SPARE_CONNECTIONS,
+            )
             self.node.also_unread.append(self._inbox.unread)
             self.node.trainers = self._inbox.trainers
             self._peers = Peers(self.node)

@@ -31,7 +31,16 @@ from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.copied_state import CopiedState, Follow
 from checkmate.training.record.generators import RestoredTensors
-from checkmate.training.start import exchange, fence, from_disk, from_nodes, places, plans, sharing
+from checkmate.training.start import (
+    exchange,
+    fence,
+    from_disk,
+    from_nodes,
+    from_other_ranks,
+    places,
+    plans,
+    sharing,
+)
 from checkmate.training.start.all_ranks import (
     ANEW,
     TRAINING_ENDED,
@@ -197,6 +206,8 @@ def _begin(
         raise RestoreError(plan.trouble)
     if isinstance(plan, FromNodes):
         watched = replace(watched, copied=copied())
+        if plan.former and plan.iteration >= 0:
+            return from_other_ranks.resume(place, watched, stubs, plan, timeout)
         start = Start(plan, plan.iteration + 1, keep=True)
         survivor = _survivor(place, watched, plan)
         flags = exchange.gather([Survivor.loss is not None, survivor is not None], name_of=place.name_of)

@@ -100,6 +100,11 @@ class Layout:
             return ()
         return tuple(number for number, parameter in enumerate(self.parameters) if not parameter.elements)
 
+    @cached_property
+    def own_numbers(self) -> frozenset[int]:
+        """The parameters of the share."""
+        return frozenset([*self.where, *self.empty])
+
     def of_shard(self, shard: int) -> list[int]:
         """Return a shard's parameters, in their order in its buckets. The first shard has empty ones, too."""
         placed = [place.parameter for b in self.buckets if b.shard == shard for place in b.places]

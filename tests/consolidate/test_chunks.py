@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate.consolidate.chunks import Box, Cover
+from checkmate.consolidate.chunks import Box, Cover, equal_bits
 from checkmate.state import StateError
 
 
@@ -115,3 +115,19 @@ def test_chunks_of_different_types_are_an_error() -> None:
     cover = Cover("w", (2,), {0: Box((0,), (1,)), 1: Box((1,), (1,))})
     with pytest.raises(StateError, match=r"^w has different types: torch.bfloat16, torch.float32"):
         cover.assemble("w", {0: torch.ones(1), 1: torch.ones(1, dtype=torch.bfloat16)})
+
+
+@given(st.data(), cut_tensors())
+def test_a_part_needs_only_the_chunks_that_it_touches(data: st.DataObject, cuts: Cuts) -> None:
+    boxes = with_replicas(data, cuts.boxes())
+    whole = noise(cuts.shape)
+    offset = tuple(data.draw(st.integers(0, size)) for size in cuts.shape)
+    shape = tuple(data.draw(st.integers(0, size - at)) for at, size in zip(offset, cuts.shape, strict=True))
+    part = Box(offset, shape)
+    cover = Cover("p", cuts.shape, boxes)
+    needed = cover.needed_for(part)
+    chunks = {group: whole[boxes[group].slices].clone() for group in needed}
+    assert equal_bits(cover.assemble("p", chunks, part), whole[part.slices])
+    touched = {boxes[group] for group in needed} if part.elements else set()
+    assert all(box.common(part) is not None for box in touched)
+    assert sum(common.elements for box in touched if (common := box.common(part))) == part.elements

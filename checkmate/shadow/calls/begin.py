@@ -13,12 +13,21 @@ import torch
 from checkmate.base import machine_memory
 from checkmate.events.kinds import TRAINING_BEGUN
 from checkmate.events.process_log import say
+from checkmate.nodes.other_ranks import difference, job_ranks
 from checkmate.optim.kernel import Arithmetic, compile_for, is_recorded
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow import memory
 from checkmate.shadow.logic.bounds import check_begin, check_protocol, check_refused
-from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, reusable, start_of, warnings
+from checkmate.shadow.logic.group import (
+    CallRefused,
+    Former,
+    ShadowGroup,
+    check_job,
+    reusable,
+    start_of,
+    warnings,
+)
 from checkmate.shadow.logic.hold import AHEAD, Hold
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.node import Node
@@ -35,6 +44,7 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
     If this start of training has begun already, it only notes how far trainers are. Raises `CallRefused` if
     the request is wrong.
     """
+    _take_up(node, request)
     shards = [plan.shard for plan in node.plans if plan.group == request.group]
     layout = check_begin(node.job, request, shards, machine_memory.total())
     if not request.optimizer.copied:
@@ -62,6 +72,24 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
     event = TRAINING_BEGUN(group=number, incarnation=incarnation, iteration=first)
     say(logging.INFO, event, "DP group %d: incarnation %d begins at iteration %d", number, incarnation, first)
     return _warnings(node, group)
+
+
+def _take_up(node: Node, request: pb.BeginRequest) -> None:
+    """Read the job file again if a start of training has other ranks.
+
+    Raise `CallRefused` if this node can't go on with the file as it is now.
+    """
+    check_protocol(request.protocol)
+    check_job(node.job, request.job)
+    if node.file is None or difference(request.job_ranks, node.job_ranks) is None:
+        return
+    other_job, why = node.file.other_job(node.job)
+    if why:
+        raise CallRefused(why, precondition=True)
+    if other_job is not None and difference(request.job_ranks, job_ranks(other_job)) is None:
+        with node.state_changed:
+            node.state.ended_starts.check(request, node.state.generation)
+        node.take_up(other_job)
 
 
 def _warnings(node: Node, group: ShadowGroup) -> list[str]:
@@ -144,7 +172,7 @@ def locked_status(node: Node) -> pb.NodeStatus:
         job=node.job.job,
         protocol=PROTOCOL,
         node=node.id,
-        holds_nothing=not (dropped or any(hold.holds_something for _, hold in holds)),
+        holds_nothing=not (dropped or state.former or any(hold.holds_something for _, hold in holds)),
         fenced=state.fenced,
         incarnation=max(state.committee.incarnation, 0),
         generation=state.generation,
@@ -166,12 +194,23 @@ def locked_status(node: Node) -> pb.NodeStatus:
         torch=torch.__version__,
         capability=torch.backends.cpu.get_cpu_capability(),
         refusal=state.refusal,
+        former=None if state.former is None else _former_state(state.former),
         trouble=[*state.all_troubles, *dropped],
         pull_seconds=max((pull_seconds(resources) for resources in all_resources), default=0.0),
         step_seconds=node.step_seconds,
         memory_bytes=memory.resident(),
         nics=[pb.NicStatus(ip=ip, bytes=nbytes) for ip, nbytes in node.source.received()],
         behind=[pb.Behind(node=n, iterations=i) for n, i in sorted(state.committee.behind.items())],
+    )
+
+
+def _former_state(former: Former) -> pb.FormerState:
+    """Return what a node holds of its job with other ranks. The caller holds the node's lock."""
+    return pb.FormerState(
+        job_ranks=job_ranks(former.job),
+        holds=[
+            hold_status(group, hold, counts=True) for group in former.groups.values() for hold in group.holds
+        ],
     )
 
 

@@ -30,6 +30,7 @@ from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, in
 from checkmate.shadow.logic.hold import Hold
 from checkmate.shadow.logic.phases import Phase
 from checkmate.shadow.node import Node
+from checkmate.shadow.own_file import next_ranks
 
 _COPY_SECONDS = 10.0
 
@@ -170,6 +171,9 @@ def _read_on(node: Node, deadline: float, *, again: bool) -> None:
 def _answer(node: Node) -> pb.NodeStatus:
     """Return the status for a restart. The caller holds the lock."""
     answer = locked_status(node)
+    ranks, answer.next_trouble = next_ranks(node.file, node.job)
+    if ranks is not None:
+        answer.next_ranks.CopyFrom(ranks)
     answer.drained = node.state.drained
     for group in node.state.groups.values():
         begin = group.begin
@@ -195,9 +199,11 @@ def settle(node: Node, request: pb.SettleRequest, is_waiting: StillWaits = lambd
         _check_waits(is_waiting)
         if not node.state.fenced and node.state.groups:
             raise CallRefused("the node is not fenced: call Fence first", precondition=True)
-        holds = list(node.state.holds)
+        groups = node.state.groups_of(request.ranks_digest)
+        holds = [*node.state.holds, *node.state.former_holds]
     for group, hold in holds:
-        _settle(node, group, hold, request)
+        is_asked_for = groups.get(hold.plan.group) is group
+        _settle(node, group, hold, request, "" if is_asked_for else "it was of other ranks")
     with node.state_changed:
         node.state.forget()
     return node_status(node, request.job)
@@ -212,8 +218,9 @@ def reset(node: Node, request: pb.ResetRequest) -> pb.NodeStatus:
     return node_status(node, request.job)
 
 
-def _settle(node: Node, group: ShadowGroup, hold: Hold, request: pb.SettleRequest) -> None:
-    iteration, why = request.iteration, _other_state(group, request)
+def _settle(node: Node, group: ShadowGroup, hold: Hold, request: pb.SettleRequest, why: str) -> None:
+    """Settle a hold, or drop it, if it can't be, or there is a reason `why` not."""
+    iteration, why = request.iteration, why or _other_state(group, request)
     with node.state_changed:
         node.wait_for(lambda: not hold.busy, QUIET)
         fits = hold.seeded and not hold.doubtful and not why

@@ -146,7 +146,7 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
     check_job(node.job, request.job)
     iteration, reserved = request.iteration, node.state.reserved
     with node.state_changed:
-        group = node.state.groups.get(request.shard.group)
+        group = node.state.groups_of(request.ranks_digest).get(request.shard.group)
         if group is None:
             raise CallRefused(f"DP group {request.shard.group} has not begun here", precondition=True)
         hold = group.hold(request.shard.shard)

@@ -15,6 +15,8 @@ from checkmate.events.kinds import (
     PEER_BACK,
     PEER_BEHIND,
     PEER_LOST,
+    RANKS_CHANGED,
+    RANKS_WHOLE,
     SHARD_SEEDED,
     STREAM_GAP,
     TRAINING_OVERLAPS,
@@ -94,6 +96,19 @@ def node_reset(generation: int) -> Log:
     """Return the line about runs that are discarded."""
     message = f"reset: what it held up to generation {generation} is discarded"
     return Log(logging.WARNING, message, NODE_RESET(generation=generation))
+
+
+def took_up(stays: bool) -> Log:
+    """Return the line about a job file with other ranks. `stays`: whether the former ones' state does."""
+    message = "the job file has other ranks than before, and this node follows them"
+    state = "; it keeps the state of the former ones until its job has all shards again" if stays else ""
+    return Log(logging.INFO, message + state, RANKS_CHANGED())
+
+
+def former_dropped() -> Log:
+    """Return the line about state of former ranks that nobody needs any more."""
+    message = "the job has all shards again: the state of its former ranks is dropped"
+    return Log(logging.INFO, message, RANKS_WHOLE())
 
 
 class LagWatch:

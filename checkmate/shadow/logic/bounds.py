@@ -224,7 +224,8 @@ def check_progress(job: Job, me: int, report: pb.Progress, start: bytes, newest:
     for label, iteration in (("in full:", report.in_full), ("stepped:", report.stepped)):
         check_ahead(label, iteration, limit)
     check_seconds("patience", report.patience, PATIENCE)
-    _check_shards(job, report.shards, report.kept, limit)
+    if report.start == start:  # else it may be of other ranks, and is not used
+        _check_shards(job, report.shards, report.kept, limit)
 
 
 def check_decision(job: Job, decision: pb.Decision, start: bytes, newest: int) -> None:
@@ -235,7 +236,8 @@ def check_decision(job: Job, decision: pb.Decision, start: bytes, newest: int) -
     limit = newest if decision.start == start else ITERATIONS_MAX
     check_ahead("step to:", decision.step_to, limit)
     check_seconds("patience", decision.patience, PATIENCE)
-    _check_shards(job, decision.shards, decision.kept, limit)
+    if decision.start == start:  # else it may be of other ranks, and is not used
+        _check_shards(job, decision.shards, decision.kept, limit)
 
 
 def _check_shards(job: Job, shards: Iterable[pb.Shard], kept_shards: Iterable[pb.Kept], newest: int) -> None:
@@ -259,6 +261,11 @@ def check_begin(job: Job, request: pb.BeginRequest, shards: Iterable[int], memor
     """
     check_protocol(request.protocol)
     check_job(job, request.job)
+    if differences := difference(request.job_ranks, job_ranks(job)):
+        raise CallRefused(
+            f"the trainers' job file has {differences[0]}, but this node's has {differences[1]}; trainers "
+            "and shadow nodes must read the same job file"
+        )
     check_group(job, request.group)
     check_number("incarnation", request.incarnation, INCARNATIONS - 1)
     if not 0 <= request.first_iteration <= request.next_iteration <= ITERATIONS_MAX:
@@ -274,11 +281,6 @@ def check_begin(job: Job, request: pb.BeginRequest, shards: Iterable[int], memor
     if request.ranks != ranks:
         raise CallRefused(
             f"{counted(request.ranks, 'rank')}: DP group {request.group} of job {job.job} has {ranks}"
-        )
-    if differences := difference(request.job_ranks, job_ranks(job)):
-        raise CallRefused(
-            f"the trainers' job file has {differences[0]}, but this node's has {differences[1]}; trainers "
-            "and shadow nodes must read the same job file"
         )
     layout = _layout(job, request)
     if wrong := [p.owner[0] for p in layout.parameters if p.owner and p.owner[0] >= ranks]:

@@ -77,6 +77,8 @@ class Committee:
     committed: int = NEVER
     start: bytes = b""
     passes_laggards: bool = False
+    shards: frozenset[Shard] = frozenset()
+    """All shards of the job."""
     progress: Progress = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +88,7 @@ class Committee:
         self._peers = {node: _Peer(self.began) for node in sorted(self.nodes) if node != self.me}
         self._lower = {node: peer for node, peer in self._peers.items() if node < self.me}
         self._higher = {node: peer for node, peer in self._peers.items() if node > self.me}
+        self._was_whole = False
         self.behind: dict[int, int] = {}
         """If we decide: live nodes that do not count, and the number of committed iterations they lack."""
 
@@ -114,6 +117,7 @@ class Committee:
         kept_shards: tuple[KeptShard, ...] = (),
         shards: frozenset[Shard] = frozenset(),
         patience: float = PATIENCE,
+        whole: bool = False,
     ) -> None:
         """Process an answer of a node with a lower id."""
         if peer := self._lower.get(node):
@@ -128,6 +132,23 @@ class Committee:
             )
             peer.heard_at, peer.progress, peer.is_gone = now, progress, False
             self.committed = max(self.committed, step_to)
+            self._was_whole |= whole
+
+    def is_whole(self, now: float) -> bool:
+        """Return whether each of the job's shards has, or has had, a live hold in this start of training.
+
+        Only the node that decides knows that of all; the others hear it.
+        """
+        if self._was_whole or self.decider(now) != self.me:
+            return self._was_whole
+        live = [self.progress.shards]
+        live += [
+            peer.progress.shards
+            for peer in self._higher.values()
+            if peer.progress and peer.progress.live and self._counts(peer, now)
+        ]
+        self._was_whole = frozenset[Shard]().union(*live) >= self.shards
+        return self._was_whole
 
     def note_end(self, node: int) -> None:
         """Record that a node's process has ended, and its state is lost."""

@@ -92,6 +92,19 @@ class ShadowGroup:
         raise CallRefused(f"this node does not hold shard {shard} of group {self.begin.group}")
 
 
+@dataclass(frozen=True)
+class Former:
+    """The groups of a node's job as it was before its ranks changed. Their holds are settled."""
+
+    job: Job
+    groups: dict[int, ShadowGroup]
+
+    @property
+    def holds(self) -> list[Hold]:
+        """All holds, by group."""
+        return [hold for group in self.groups.values() for hold in group.holds]
+
+
 def check_job(job: Job, name: str) -> None:
     """Raise `CallRefused` if a call is for another job."""
     if name != job.job:

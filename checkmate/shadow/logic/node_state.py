@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from checkmate.events.kinds import NODE_DRAINED
 from checkmate.job.schema import Job
-from checkmate.nodes.standing import overlap_words
+from checkmate.nodes.other_ranks import job_ranks, ranks_digest
+from checkmate.nodes.standing import holders_of, overlap_words
 from checkmate.output.log_lines import left_out_words
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic import announcements
 from checkmate.shadow.logic.commit import NEVER, Committee, Progress
 from checkmate.shadow.logic.effects import Close, Connect, DueStep, Effect, Empty, Join, Log, Release
-from checkmate.shadow.logic.group import CallRefused, ShadowGroup, Start, check_job, in_start, start_of
+from checkmate.shadow.logic.group import (
+    CallRefused,
+    Former,
+    ShadowGroup,
+    Start,
+    check_job,
+    in_start,
+    start_of,
+)
 from checkmate.shadow.logic.hold import AHEAD, Hold, HoldSnapshot, Stepped
 from checkmate.shadow.logic.phases import LEFT_TROUBLE, Leaving, Phase
 from checkmate.shadow.logic.room import Room, SocketRoom, TrainerRoom
@@ -73,6 +82,8 @@ class NodeState:
         self.leaving = Leaving()
         self.ended_starts = EndedStarts()
         self.older_starts = OlderStarts()
+        self.former: Former | None = None
+        """What it holds of the job with other ranks, until its nodes hold all shards of the present one."""
         self.refusal: pb.Refusal | None = None
         """Why a script was refused in the start of training that began last."""
         self.reserved: dict[int, list[float]] = {}
@@ -98,6 +109,12 @@ class NodeState:
                 yield group, hold
 
     @property
+    def former_holds(self) -> list[tuple[ShadowGroup, Hold]]:
+        """Those of the job with other ranks, each with its group."""
+        groups = [] if self.former is None else self.former.groups.values()
+        return [(group, hold) for group in groups for hold in group.holds]
+
+    @property
     def all_troubles(self) -> list[str]:
         """Problems of the node, doubts that are past, and an older start that goes on."""
         doubts = [doubt for of_hold in self.doubts.values() for doubt in of_hold]
@@ -121,11 +138,40 @@ class NodeState:
         self.leaving.check_here()
         return in_start(self.groups.get(number), number, message)
 
+    def take_up(self, job: Job, now: float) -> None:
+        """Go on with a job file in which the ranks have changed.
+
+        What a restart has settled stays for readers, as `former`; if it is of these ranks, it is the present
+        state again. All else is dropped, because a start of training does not need it.
+        """
+        present, former = Former(self.job, self.groups), self.former
+        settled = bool(present.holds) and all(hold.settled for hold in present.holds)
+        kept_state, dropped = (present, former) if settled else (former, present)
+        if dropped is not None:
+            self._close(dropped.holds)
+        self.job, self.groups, self.former = job, {}, kept_state
+        if kept_state is not None and ranks_digest(job_ranks(kept_state.job)) == ranks_digest(job_ranks(job)):
+            self.groups, self.former = kept_state.groups, None
+        for iteration in [iteration for iteration, ends in self.reserved.items() for _ in ends]:
+            self.release(iteration)
+        self.doubts.clear()
+        self.start = None
+        self.committee = self._new_committee(self.committee.incarnation, b"", now)
+        self.phase = Phase.FENCED
+        self._effects.append(announcements.took_up(self.former is not None))
+
+    def groups_of(self, ranks: bytes) -> dict[int, ShadowGroup]:
+        """Return the groups of the ranks with a digest, or those of the present ones if it is empty."""
+        if ranks in (b"", ranks_digest(job_ranks(self.job))):
+            return self.groups
+        is_former = self.former is not None and ranks == ranks_digest(job_ranks(self.former.job))
+        return self.former.groups if is_former and self.former is not None else {}
+
     def begin_group(self, group: ShadowGroup, now: float, by: str = "") -> None:
         """Start a DP group, in place of its earlier incarnation. `by`: the address of who asks for it."""
         start, number = start_of(group.begin), group.begin.group
         if (old := self.groups.get(number)) is not None:
-            self._effects += [Close(hold) for hold in old.holds]
+            self._close(old.holds)
             if start_of(old.begin) != start:
                 self.ended_starts.end(start_of(old.begin))
                 self.older_starts.end(old.begin, by, now)
@@ -220,15 +266,17 @@ class NodeState:
     @property
     def generation(self) -> int:
         """The greatest generation that this node knows."""
-        return max([self.ended_starts.discarded, *(group.begin.generation for group in self.groups.values())])
+        groups = [*self.groups.values(), *(group for group, _ in self.former_holds)]
+        return max([self.ended_starts.discarded, *(group.begin.generation for group in groups)])
 
     def reset(self, generation: int) -> None:
         """Discard all groups, for good. Raise `CallRefused` if a greater generation has begun here."""
         self.ended_starts.discard(generation, self.generation)
         self.fence()
-        self._effects += [Close(hold) for _, hold in self.holds]
-        if any(hold.holds_something for _, hold in self.holds):
+        if self.former is not None or any(hold.holds_something for _, hold in self.holds):
             self._effects.append(announcements.node_reset(generation))
+        self._close([hold for _, hold in self.holds])
+        self.drop_former()
         self.groups.clear()
         self.troubles.clear()
         self.doubts.clear()
@@ -237,7 +285,8 @@ class NodeState:
     def leave(self) -> None:
         """Drop all holds, for good: other nodes hold the shards, or the operator has forced it."""
         self.leaving.go()
-        self._effects += [Close(hold) for _, hold in self.holds]
+        self._close([hold for _, hold in self.holds])
+        self.drop_former()
         self.groups.clear()
         self.doubts.clear()
         self.troubles, self.refusal = [LEFT_TROUBLE], None
@@ -282,6 +331,9 @@ class NodeState:
         )
         if not self.fenced:
             self.committee.decide(now)
+        if self.former is not None and self.committee.is_whole(now):
+            self._effects.append(announcements.former_dropped())
+            self.drop_former()
         self._effects += self._peers.announce_behind(self.committee)
 
     def due_steps(self, now: float) -> list[DueStep]:
@@ -410,9 +462,20 @@ class NodeState:
         if hold not in group.holds:
             return
         group.remove(hold, why)
+        if self.former is not None and not self.former.holds:
+            self.former = None
         self._effects.append(Close(hold))
         if hold.holds_something:
             self._effects.append(announcements.hold_changed(logging.WARNING, hold, "dropped", why, why))
+
+    def drop_former(self) -> None:
+        """Drop what is left of the job with other ranks, for good."""
+        if self.former is not None:
+            self._close(self.former.holds)
+            self.former = None
+
+    def _close(self, holds: Iterable[Hold]) -> None:
+        self._effects += [Close(hold) for hold in holds]
 
     @property
     def _present(self) -> Iterator[tuple[ShadowGroup, Hold]]:
@@ -422,7 +485,8 @@ class NodeState:
     def _new_committee(self, incarnation: int, start: bytes, now: float) -> Committee:
         nodes = [node.id for node in self.job.shadow_nodes]
         passes = self._room.passes_laggards
-        return Committee(self.id, nodes, incarnation, now, start=start, passes_laggards=passes)
+        shards = frozenset(holders_of(self.job))
+        return Committee(self.id, nodes, incarnation, now, start=start, passes_laggards=passes, shards=shards)
 
     def _renew(self, group: ShadowGroup, hold: Hold, trouble: str) -> None:
         """Reseed a hold from scratch; twice as far ahead if the last attempt was too late."""

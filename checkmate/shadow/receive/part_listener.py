@@ -111,6 +111,12 @@ class PartListener:
         with self._lock:
             self._streams[plan.group, plan.sender, plan.shard] = inlet, begin.start
 
+    def follow(self, job: Job) -> None:
+        """Take streams of a job file in which the ranks have changed."""
+        with self._lock:
+            self._job = job
+            self._streams.clear()
+
     def stop(self) -> None:
         """Accept no more, and end the readers."""
         self._greetings.stop()
@@ -170,7 +176,9 @@ class PartListener:
             return None, f"this node belongs to job {self._job.job}: check the node's address in the job file"
         groups = self._job.dp_groups
         ranks = len(groups[greeting.group].ranks) if greeting.group < len(groups) else 0
-        if greeting.position >= ranks:
+        with self._lock:
+            has_begun = any(start == greeting.start for _, start in self._streams.values())
+        if has_begun and greeting.position >= ranks:
             return None, (
                 f"this node's job file has {counted(len(groups), 'DP group')}, and {counted(ranks, 'rank')} "
                 f"in group {greeting.group}: {_SAME_FILE}"

@@ -16,6 +16,7 @@ from pyroute2 import IPRoute
 
 from checkmate.base.wording import counted
 from checkmate.events.kinds import STREAM_CONNECTED, STREAM_FAILED
+from checkmate.job.schema import Job
 from checkmate.output.log_lines import GatheredLog, first_and_count
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import locks
@@ -140,6 +141,9 @@ class StreamSource(Protocol):
         """Return the bytes that have come to each address."""
         ...
 
+    def follow(self, job: Job) -> None:
+        """Take streams of a job file in which the ranks have changed."""
+
     def stop(self) -> None:
         """Connect no more, and end the readers."""
 
@@ -195,6 +199,9 @@ class Connector:
     def received(self) -> list[tuple[str, int]]:
         """Return the bytes that have come to each address."""
         return [(ip, reader.bytes) for ip, reader in zip(self.addresses, self.readers, strict=True)]
+
+    def follow(self, job: Job) -> None:
+        """Take streams of a job file in which the ranks have changed: each names its own addresses."""
 
     def stop(self) -> None:
         """Stop all attempts, and end the readers."""

@@ -16,7 +16,14 @@ from checkmate.events.kinds import RESTORE_DRAINED
 from checkmate.events.process_log import say, seconds_since
 from checkmate.job.schema import Job
 from checkmate.nodes import target
-from checkmate.nodes.other_ranks import RESHARDING, other_ranks
+from checkmate.nodes.other_ranks import (
+    HeldState,
+    OtherRanks,
+    difference,
+    held_states,
+    job_ranks,
+    other_files,
+)
 from checkmate.nodes.standing import (
     Answers,
     Lacking,
@@ -187,22 +194,50 @@ def _plan(job: Job, stubs: Stubs, timeout: float, on_disk: Callable[[], int], fe
     """Plan a restart of drained nodes, as `plan_restore`."""
     if 0 < discarded(fence.answers) == greatest_generation(fence.answers):
         return _after_reset(job, stubs, fence, on_disk())
-    if trouble := other_ranks(job, fence.answers):
-        return RefusedStart(**_new_run(fence), trouble=f"{trouble}. {RESHARDING}")
+    if trouble := other_files(job, fence.answers):
+        return RefusedStart(**_new_run(fence), trouble=trouble)
     if fence.complete and all(answer.holds_nothing for answer in fence.answers.values()):
         return NewRun(**_new_run(fence))
     _freeze(job, stubs, fence)
-    answers = fence.answers.values()
+    troubles = []
     try:
-        goal = target.find_target(job, fence.replies)
-        request = pb.SettleRequest(job=job.job, iteration=goal.iteration, run=goal.run, continues=goal.start)
-        nodes, seconds = list(fence.answers), fence.within(SETTLE_SECONDS)
-        replies = stubs.ask(nodes, lambda stub: stub.Settle, request, seconds)
-        holders = target.find_settled(job, goal, {**fence.replies, **replies})
-    except Lacking as error:
-        limit = "" if fence.complete else f" within {timeout:g} s"
-        trouble = f"no iteration is complete on the shadow nodes{limit}: {error}"
-        return WithoutState(**_new_run(fence), trouble=trouble)
+        states = held_states(job, fence.replies)
+    except OtherRanks as error:
+        return RefusedStart(**_new_run(fence), trouble=str(error))
+    for held_state in states:
+        try:
+            plan = _settle(held_state, stubs, fence)
+        except Lacking as error:
+            troubles.append(str(error))
+            continue
+        if troubles and isinstance(plan, FromNodes):
+            before, now = difference(held_state.ranks, job_ranks(job)) or ("the same ranks", "these")
+            _log.warning(
+                "what %s have trained is not complete on the shadow nodes (%s): back to iteration %d, of %s",
+                *(now, troubles[0], plan.iteration, before),
+            )
+        return plan
+    limit = "" if fence.complete else f" within {timeout:g} s"
+    trouble = f"no iteration is complete on the shadow nodes{limit}: {troubles[0]}"
+    return WithoutState(**_new_run(fence), trouble=trouble)
+
+
+def _settle(held_state: HeldState, stubs: Stubs, fence: Fence) -> FromNodes | NewRun:
+    """Settle fenced nodes at the newest iteration of these ranks. Raise `Lacking` if none is complete."""
+    answers, job = fence.answers.values(), held_state.job
+    goal = target.find_target(job, held_state.answers)
+    if held_state.is_former and goal.iteration < 0:
+        return NewRun(**_new_run(fence))  # other ranks have trained nothing
+    request = pb.SettleRequest(
+        job=job.job,
+        iteration=goal.iteration,
+        run=goal.run,
+        continues=goal.start,
+        ranks_digest=held_state.digest,
+    )
+    nodes, seconds = list(fence.answers), fence.within(SETTLE_SECONDS)
+    replies = stubs.ask(nodes, lambda stub: stub.Settle, request, seconds)
+    holders = target.find_settled(job, goal, held_state.select({**fence.replies, **replies}))
     if goal.behind:
         newest = goal.iteration + goal.behind
         at = at_iteration(goal.iteration)
@@ -216,6 +251,7 @@ def _plan(job: Job, stubs: Stubs, timeout: float, on_disk: Callable[[], int], fe
         generation_seen=greatest_generation(fence.answers),
         discarded=discarded(fence.answers),
         continued=goal.start,
+        former=held_state.ranks.SerializeToString() if held_state.is_former else b"",
     )
 
 
@@ -266,8 +302,9 @@ def _say_refusal(fence: Fence) -> bool:
 def _enough(job: Job, replies: Answers) -> bool:
     """Return whether nodes that have not answered are not needed."""
     try:
-        return target.find_target(job, replies).complete
-    except Lacking:
+        held_state, *_ = held_states(job, replies)
+        return target.find_target(held_state.job, held_state.answers).complete
+    except (Lacking, OtherRanks):
         return False
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from checkmate.base.wording import counted
 from checkmate.events.kinds import RESTORE_INSTALLED
 from checkmate.events.process_log import say, seconds_since
-from checkmate.nodes.other_ranks import RESHARDING, OtherRanks
+from checkmate.nodes.other_ranks import BY_DISK, OtherRanks
 from checkmate.nodes.reader import ShardReading, ShardRequest, States, most_parts, read_shards, record_of
 from checkmate.nodes.standing import Lacking, name
 from checkmate.nodes.stubs import Stubs
@@ -203,22 +203,27 @@ def spread(holders: Sequence[int], rank: int) -> list[int]:
 _WAYS: Final = {True: "copies of the optimizer's state", False: "what they have stepped themselves"}
 
 
+def check_way(spec: pb.OptimizerSpec, *, copied: bool) -> None:
+    """Raise `FetchError` if nodes have the optimizer's state in another way than the script."""
+    if spec.copied != copied:
+        raise FetchError(
+            f"the shadow nodes hold {_WAYS[spec.copied]}, and the script resumes from {_WAYS[copied]}: "
+            "construct the optimizer as before, and give checkmate.restore and checkmate.protect the same "
+            "follow= as before"
+        )
+
+
 def _check_model(
     layouts: Mapping[int, Layout], copied: bool, header: pb.SeedHeader, held_layout: Layout
 ) -> None:
     """Raise `FetchError` if the nodes hold another model, and `OtherRanks` if other parts of it."""
-    if header.optimizer.copied != copied:
-        raise FetchError(
-            f"the shadow nodes hold {_WAYS[header.optimizer.copied]}, and the script resumes from "
-            f"{_WAYS[copied]}: construct the optimizer as before, and give checkmate.restore and "
-            "checkmate.protect the same follow= as before"
-        )
+    check_way(header.optimizer, copied=copied)
     layout = layouts[header.shard.group]
     difference = different(held_layout, layout)
     if difference and in_other_parts(held_layout, layout):
         raise OtherRanks(
             f"the shadow nodes hold other parts of the model in DP group {header.shard.group}: {difference}. "
-            f"{RESHARDING}"
+            f"{BY_DISK}"
         )
     if difference:
         raise FetchError(

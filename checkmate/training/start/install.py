@@ -10,7 +10,7 @@ from torch import nn
 
 from checkmate import state
 from checkmate.base.wording import counted, with_article
-from checkmate.nodes.other_ranks import RESHARDING, OtherRanks
+from checkmate.nodes.other_ranks import BY_DISK, OtherRanks
 from checkmate.optim.several import entries_of
 from checkmate.optim.supported import FROZEN, apply_options, kind_of
 from checkmate.rpc import shadow_pb2 as pb
@@ -66,7 +66,7 @@ def check_record(record: pb.IterationRecord, watched: Watched, place: Place) -> 
     if len(record.parts) != place.ranks:
         raise OtherRanks(
             f"the state has {counted(len(record.parts), 'rank')} in DP group {place.group}, but the job now "
-            f"has {place.ranks}. {RESHARDING}"
+            f"has {place.ranks}. {BY_DISK}"
         )
     step = part_of(record, 0).step
     scheduler, scaler = (state.loads(data) if data else None for data in (step.scheduler, step.scaler))

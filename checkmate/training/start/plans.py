@@ -12,6 +12,7 @@ from checkmate.nodes.standing import Shard
 
 _START: Final = re.compile("[0-9a-f]{32}")
 _CONTINUED: Final = re.compile("([0-9a-f]{32})?")
+_HEX: Final = re.compile("([0-9a-f]{2})*")
 _MAX_SHOWN: Final = 200
 """Characters of a malformed message in an error."""
 
@@ -58,6 +59,8 @@ class FromNodes(PlannedStart):
     """The nodes that have its state, by shard."""
     continued: bytes = b""
     """The start whose state it continues."""
+    former: bytes = b""
+    """The ranks whose state it is, a serialized `JobRanks`; empty: the job's present ones."""
 
     @property
     def continues(self) -> bytes:
@@ -67,7 +70,12 @@ class FromNodes(PlannedStart):
     def message(self) -> dict[str, Any]:
         """Return what JSON can express, for `from_message`."""
         holders = [[*shard, *nodes] for shard, nodes in self.holders.items()]
-        return {**super().message(), "holders": holders, "continued": self.continued.hex()}
+        return {
+            **super().message(),
+            "holders": holders,
+            "continued": self.continued.hex(),
+            "former": self.former.hex(),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +121,7 @@ Planned = TypeVar("Planned", bound=PlannedStart)
 _PLANS: Final[Mapping[str, type[RestartPlan]]] = {
     plan.kind: plan for plan in (FromNodes, NewRun, AfterReset, WithoutState, RefusedStart)
 }
-_ABSENT: Final = {"iteration": -1, "holders": [], "trouble": "", "continued": ""}
+_ABSENT: Final = {"iteration": -1, "holders": [], "trouble": "", "continued": "", "former": ""}
 """In a message, the fields that not all kinds have."""
 _MESSAGE: Final[Mapping[str, type]] = {
     "kind": str,
@@ -127,6 +135,7 @@ _MESSAGE: Final[Mapping[str, type]] = {
     "discarded": int,
     "start": str,
     "continued": str,
+    "former": str,
     "marks": bool,
 }
 """The keys of a plan's message, and their types in JSON."""
@@ -138,7 +147,7 @@ def from_message(message: Any) -> RestartPlan:
         raise ValueError(f"not a plan: {str(message)[:_MAX_SHOWN]}")
     plan = _PLANS[message["kind"]]
     holders = {(group, shard): nodes for group, shard, *nodes in message["holders"]}
-    starts = {name: bytes.fromhex(message[name]) for name in ("start", "continued")}
+    starts = {name: bytes.fromhex(message[name]) for name in ("start", "continued", "former")}
     values = {**message, **starts, "holders": holders}
     return plan(**{field.name: values[field.name] for field in fields(plan)})
 
@@ -153,6 +162,7 @@ def _is_plan(message: Any) -> bool:
         for row in values["holders"]
     )
     has_starts = _START.fullmatch(values["start"]) and _CONTINUED.fullmatch(values["continued"])
+    has_starts = has_starts and _HEX.fullmatch(values["former"])
     is_within_limits = 0 <= values["incarnation"] < 256 and values["iteration"] >= -1
     return bool(has_numbers and has_starts and is_within_limits and values["kind"] in _PLANS)
 

@@ -40,6 +40,7 @@ class RecordingNode(rpc.ShadowServicer):
         self.warnings: list[str] = []
         """Those in each answer to `Begin`."""
         self.fences: list[pb.FenceRequest] = []
+        self.settles: list[pb.SettleRequest] = []
         self.records_at = f"{self.address.partition(':')[0]}:{free_port()}"
         """Port for step records."""
         self.records: list[pb.RecordPart] = []
@@ -158,4 +159,5 @@ class RecordingNode(rpc.ShadowServicer):
         context.abort(grpc.StatusCode.FAILED_PRECONDITION, "parts are not available")
 
     def Settle(self, request: pb.SettleRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
+        self.settles.append(request)
         return current(self.settled)

@@ -12,6 +12,7 @@ import pytest
 
 from checkmate.job.schema import Job
 from checkmate.job.validation import of_data
+from checkmate.nodes.other_ranks import ranks_digest
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.process import Serving
@@ -81,11 +82,25 @@ def test_all_is_whole(served: list[RecordingNode], job: Job, stubs: Stubs) -> No
     assert plan == FromNodes(incarnation=4, run="a", iteration=7, holders={(0, 0): [0], (0, 1): [1]})
 
 
-def test_state_of_other_ranks_is_refused_with_the_way_over_the_disk(
+def ranks_of(*groups: int, shards: int = 2) -> pb.JobRanks:
+    """Return a job file's ranks: groups of these sizes."""
+    numbers = iter(range(sum(groups)))
+    return pb.JobRanks(
+        groups=[
+            pb.GroupRanks(
+                ranks=[next(numbers) for _ in range(size)], hosts=[""] * size, shadow_nodes=range(shards)
+            )
+            for size in groups
+        ],
+        replicas=1,
+    )
+
+
+def test_state_of_other_ranks_is_refused_while_a_node_has_the_old_job_file(
     served: list[RecordingNode], job: Job, stubs: Stubs
 ) -> None:
-    """At once, and without fencing: a checkpoint can still be read. A node that holds nothing may be used."""
-    two, single = (pb.JobRanks(groups=[pb.GroupRanks(ranks=[0, 1])] * count) for count in (2, 1))
+    """At once, and without fencing: nothing is lost. A node that holds nothing may be used."""
+    two, single = ranks_of(2, 2), ranks_of(2)
     served[0].status = pb.NodeStatus(node=0, holds_nothing=True, job_ranks=two)
     served[1].status = node(1, hold((0, 1), 6, 8))
     served[1].status.job_ranks.CopyFrom(two)
@@ -93,10 +108,40 @@ def test_state_of_other_ranks_is_refused_with_the_way_over_the_disk(
     assert isinstance(plan, RefusedStart)
     assert plan.trouble.startswith(
         f"shadow node 1 ({served[1].address}) holds a state at iteration 6, and its job file has 2 DP groups "
-        "of 2 ranks, but the job now has 1 DP group of 2 ranks. To continue with other ranks, save the state "
+        "of 2 ranks, but the job now has 1 DP group of 2 ranks. To go on with other ranks, copy the job file "
     )
+    served[1].status.next_trouble = "its job file can't be read again"
+    plan = fence.plan_restore(job, stubs, 60)
+    assert isinstance(plan, RefusedStart)
+    assert plan.trouble.endswith("of 2 ranks. its job file can't be read again")
     served[1].status.job_ranks.CopyFrom(single)
     assert fence.plan_restore(job, stubs, 0.5).kind == "none"
+
+
+@pytest.mark.parametrize("taken_up", [(False, False), (True, True), (True, False)])
+def test_state_of_other_ranks_is_planned(
+    served: list[RecordingNode], job: Job, stubs: Stubs, taken_up: tuple[bool, bool]
+) -> None:
+    """Nodes may have followed the job file in a start that ended before all shards were there again."""
+    before, now = ranks_of(3), ranks_of(2)
+    for number, has_followed in enumerate(taken_up):
+        state = node(number, hold((0, number), 6, 6))
+        if has_followed:
+            status = node(number, *([hold((0, 0), 6, 6, incarnation=5)] if not number else []))
+            status.job_ranks.CopyFrom(now)
+            status.former.CopyFrom(pb.FormerState(job_ranks=before, holds=state.holds))
+        else:
+            status = state
+            status.job_ranks.CopyFrom(before)
+            status.next_ranks.CopyFrom(now)
+        served[number].status = served[number].settled = status
+    plan = fence.plan_restore(job, stubs, 2)
+    assert isinstance(plan, FromNodes)
+    assert (plan.iteration, plan.former) == (6, before.SerializeToString())
+    assert plan.holders == {(0, 0): [0], (0, 1): [1]}
+    for recording in served:
+        (request,) = recording.settles
+        assert request.ranks_digest == ranks_digest(before)
 
 
 def test_a_node_that_does_not_settle_has_nothing_to_give(

@@ -36,10 +36,11 @@ from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import from_disk, places, plans
 from checkmate.training.start.all_ranks import ANEW, RestoreError, run_on_all_ranks
-from checkmate.training.start.from_disk import Counterparts, OnDisk, StageRanks, list_checkpoints
+from checkmate.training.start.from_disk import OnDisk, list_checkpoints
 from checkmate.training.start.install import InstallError
 from checkmate.training.start.places import Start
 from checkmate.training.start.plans import plan_without_state
+from checkmate.training.start.stage_data import Counterparts, StageRanks
 from testbed.jobs import job
 from tests.support.job_files import meshed, write
 from tests.support.training.alone import alone
@@ -379,7 +380,7 @@ def test_ranks_that_the_checkpoint_does_not_know_go_on_with_generators_of_their_
     )
     assert resumed.other_ranks == (
         "it is of 2 ranks, and there are 4 now: ranks 2, 3 keep the script's random generators, and get "
-        "extra() of the checkpoint's rank 0"
+        "extra() of the former rank 0"
     )
 
 
@@ -427,11 +428,11 @@ def test_ranks_are_matched_by_place_within_their_stage(name: str, tmp_path: Path
     assert {rank for rank, (_, _, warned) in resumptions.items() if warned} == {0, 2, 3, 4, 6, 7}
     assert resumptions[4][2] == (
         "stage 1 of it is of 2 ranks, and there are 4 now: ranks 6, 7 keep the script's random generators, "
-        "and get extra() of the checkpoint's rank 2"
+        "and get extra() of the former rank 2"
     )
     assert resumptions[7][2] == (
-        "rank 7 keeps the script's random generators, and gets extra() of the checkpoint's rank 2, because "
-        "the checkpoint has no rank in its place"
+        "rank 7 keeps the script's random generators, and gets extra() of the former rank 2, because "
+        "there was no rank in its place"
     )
 
 

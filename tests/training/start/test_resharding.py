@@ -21,9 +21,9 @@ from checkmate.job.validation import of_data
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import from_disk, places
-from checkmate.training.start.from_disk import Counterparts, StageRanks
+from checkmate.training.start import from_disk, places, stage_data
 from checkmate.training.start.install import InstallError, own_buffers
+from checkmate.training.start.stage_data import Counterparts, StageRanks
 from testbed.jobs import job_data
 from tests.support.training.alone import alone
 from tests.support.training.lab import equal
@@ -108,7 +108,7 @@ def test_sharded_stages_without_a_mesh_are_read_back(kind: on_disk.Format, tmp_p
         group_places = [
             places.place_of(demo_job, group.ranks[0].rank, 4, None) for group in demo_job.dp_groups
         ]
-        trained = [from_disk.trained_by(*stage) for stage in zip(group_places, stages, strict=True)]
+        trained = [stage_data.trained_by(*stage) for stage in zip(group_places, stages, strict=True)]
         assert trained == [Trained.from_layout(group.layout) for group in groups]
         numbers = find_stages(demo_job, [Trained.of_message(stage.message()) for stage in trained])
         assert numbers == [[0], [1]]
@@ -153,6 +153,6 @@ def test_ranks_in_other_groups_get_their_own_buffers(
     for rank, value in expected.items():
         place = places.place_of(case.job(), rank, case.ranks, None)
         ranks = Counterparts.from_checkpoint(document, StageRanks.of_stage(case.job(), case.job().groups))
-        record = from_disk._record_of(document, place, ranks.of_rank)
+        record = stage_data._record_of(document, place, ranks.of_rank)
         shared = {name: state.loads(data) for name, data in record.buffers.items()}
         assert (shared | own_buffers(record, place.position))["mean"].item() == value

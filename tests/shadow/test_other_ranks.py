@@ -1,0 +1,227 @@
+"""A node whose job file has other ranks now: what it holds of the former ones stays until nobody needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+
+from checkmate.job.files import read_job
+from checkmate.job.schema import Job
+from checkmate.nodes.other_ranks import OtherRanks, held_states, job_of, job_ranks, ranks_digest
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import PROTOCOL
+from checkmate.shadow.calls.begin import node_status
+from checkmate.shadow.own_file import OwnJobFile
+from checkmate.state import SeedReader
+from testbed.small_training import RUN, START, SmallTraining
+from tests.support.job_files import meshed, write
+from tests.support.labs.end_hosts import needs_buffers
+from tests.support.shadow.world import World, fence, settle
+from tests.support.waiting import wait_until
+
+LAST = 2
+"""The iteration at which the former ranks were stopped."""
+
+
+@pytest.fixture
+def here() -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(stack, ranks=3, nodes=2)
+
+
+def with_ranks(job: Job, ranks: int) -> Job:
+    """Return the job with fewer ranks in its DP group."""
+    (group,) = job.dp_groups
+    return replace(job, dp_groups=(replace(group, ranks=group.ranks[:ranks]),))
+
+
+def stopped(here: World) -> SmallTraining:
+    """Return a training that a restart has ended at `LAST`."""
+    training = here.started()
+    for _ in range(LAST + 1):
+        training.iterate()
+    here.stepped(LAST)
+    fence(here, training)
+    settle(here, training, LAST)
+    return training
+
+
+def fetch(training: SmallTraining, node: int, digest: bytes) -> pb.SeedHeader:
+    """Return the header of what a node serves of its first shard and these ranks."""
+    request = pb.FetchRequest(
+        job=training.job.job, shard=pb.Shard(shard=node), iteration=LAST, ranks_digest=digest
+    )
+    stream = training.stubs[node].Fetch(request, timeout=5)
+    reader = SeedReader(stream)
+    assert dict(reader.read_all(training.layout.parameters))
+    return reader.header
+
+
+def settle_at(training: SmallTraining, node: int, digest: bytes) -> pb.NodeStatus:
+    request = pb.SettleRequest(
+        job=training.job.job, iteration=LAST, run=RUN, continues=START, ranks_digest=digest
+    )
+    return training.stubs[node].Settle(request, timeout=5)
+
+
+@needs_buffers
+def test_the_state_of_former_ranks_is_served_and_not_lost(here: World) -> None:
+    training = stopped(here)
+    job, (former, present) = here.job, (ranks_digest(job_ranks(with_ranks(here.job, n))) for n in (3, 2))
+    for serving in here.nodes.values():
+        serving.node.take_up(with_ranks(job, 2))
+    for node in here.nodes:
+        status = here.status(node)
+        assert not (status.holds or status.holds_nothing)
+        assert [(hold.stepped, hold.seeded) for hold in status.former.holds] == [(LAST, True)]
+        assert fetch(training, node, former).iteration == LAST
+        for digest in (b"", present, b"another"):
+            with pytest.raises(grpc.RpcError, match="has not begun here"):
+                fetch(training, node, digest)
+    # A restart that ends half way: one of the nodes is asked for them again, the other has yet to be.
+    assert settle_at(training, 0, former).former.holds
+    # The file as it was: their state is the present one.
+    here.nodes[0].node.take_up(job)
+    assert [hold.stepped for hold in here.status(0).holds] == [LAST]
+    assert not here.status(0).HasField("former")
+    assert fetch(training, 0, b"").iteration == LAST
+    # Nobody asks for them any more.
+    assert not settle_at(training, 1, present).HasField("former")
+    assert here.status(1).holds_nothing
+
+
+@needs_buffers
+def test_state_of_former_ranks_goes_once_all_shards_are_there(here: World) -> None:
+    stopped(here)
+    job = with_ranks(here.job, 2)
+    for serving in here.nodes.values():
+        serving.node.take_up(job)
+    training = SmallTraining(job, here.copies)
+    training.start = training.continues = b"of two ranks".ljust(16)
+    training.incarnation, training.first = 1, LAST + 1
+    training.iteration, training.states[LAST] = LAST, training.states[-1]
+    training.begin([0])
+    training.begin([1])
+    training.seed(0, 0)
+    wait_until(lambda: here.status(0).holds[0].live, "a live shard")
+    assert all(here.status(node).HasField("former") for node in here.nodes)
+    training.seed(1, 1)
+    wait_until(
+        lambda: not any(here.status(node).HasField("former") for node in here.nodes), "an end of former ranks"
+    )
+    assert not [resources for resources in here.nodes[0].node.resources.values() if resources.hold.settled]
+    training.close()
+
+
+def test_what_nodes_hold_is_told_by_ranks(tmp_path: Path) -> None:
+    """The newest start comes first, whichever ranks it is of; and a node that is gone is named."""
+    file = write(tmp_path, meshed(shard=2))
+    job = read_job(file)
+    former = pb.JobRanks(
+        groups=[
+            pb.GroupRanks(
+                ranks=[0, 1, 2], hosts=[""] * 3, shadow_nodes=[node.id for node in job.shadow_nodes]
+            )
+        ]
+    )
+    own = job_ranks(job)
+    hold = pb.HoldStatus(seeded=True, stepped=4, in_full=4, incarnation=2)
+    answers: dict[int, pb.NodeStatus | str] = {
+        0: pb.NodeStatus(job_ranks=own, former=pb.FormerState(job_ranks=former, holds=[hold])),
+        1: pb.NodeStatus(job_ranks=former, holds=[hold]),
+        2: "away",
+    }
+    older, present = held_states(job, answers)
+    assert (older.is_former, present.is_former) == (True, False)
+    assert [getattr(answer, "holds", answer) for answer in older.answers.values()] == [[hold], [hold], "away"]
+    assert [getattr(answer, "holds", answer) for answer in present.answers.values()] == [
+        [],
+        "holds nothing of these ranks",
+        "away",
+    ]
+    assert [len(group.ranks) for group in older.job.dp_groups] == [3]
+    newer = pb.HoldStatus(seeded=False, stepped=-1, incarnation=3)
+    answers[0] = pb.NodeStatus(
+        job_ranks=own, holds=[newer], former=pb.FormerState(job_ranks=former, holds=[hold])
+    )
+    assert [held.is_former for held in held_states(job, answers)] == [False, True]
+    former.groups[0].shadow_nodes.append(99)
+    with pytest.raises(
+        OtherRanks, match="shadow node 99, which holds a part of the state, is not in the job"
+    ):
+        job_of(job, former)
+
+
+@pytest.mark.parametrize("nonsense", [{"hosts": []}, {"shadow_nodes": []}, {"mesh": {"pp": 2}}])
+def test_ranks_that_no_job_has_are_refused(nonsense: dict[str, object], tmp_path: Path) -> None:
+    job = read_job(write(tmp_path, meshed(shard=2)))
+    ranks = job_ranks(job)
+    for name, value in nonsense.items():
+        ranks.ClearField("mesh")
+        if name == "mesh":
+            ranks.mesh.update({"pp": 2})
+        else:
+            ranks.groups[0].ClearField(name)  # type: ignore[arg-type]
+        assert value is not None
+    with pytest.raises(OtherRanks, match="that no job has"):
+        job_of(job, ranks)
+
+
+def test_a_job_file_is_read_again_if_it_was_changed(tmp_path: Path) -> None:
+    data = {
+        "job": "mine",
+        "copies": "host",
+        "ranks": 4,
+        "shadow_nodes": [{"id": node, "mgmt": f"127.0.0.1:{7000 + 10 * node}"} for node in range(2)],
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(data))
+    job, file = read_job(path), OwnJobFile(path, 1)
+    assert file.other_job(job) == (None, "")
+
+    def changed(**changes: object) -> tuple[Job | None, str]:
+        path.write_text(yaml.safe_dump({**data, **changes}) + f"# {changes}\n")
+        return file.other_job(job)
+
+    other_job, why = changed(ranks=3)
+    assert other_job is not None
+    assert (other_job.rank_count, why) == (3, "")
+    assert changed() == (None, "")
+    nodes = [*data["shadow_nodes"], {"id": 2, "mgmt": "127.0.0.1:7100"}]  # type: ignore[misc]
+    assert "in its job file, shadow_nodes changed, too" in changed(ranks=3, shadow_nodes=nodes)[1]
+    assert "its job file was changed, and is refused: " in changed(ranks="three")[1]
+    path.unlink()
+    assert "its job file" in file.other_job(job)[1]
+
+
+@needs_buffers
+def test_a_start_with_other_ranks_has_the_node_read_its_file(tmp_path: Path) -> None:
+    """If the file has still the old ones, the node says so, and keeps what it has."""
+    with ExitStack() as stack:
+        here = World(stack, ranks=3, nodes=2)
+        training = stopped(here)
+        job = with_ranks(here.job, 2)
+        path = tmp_path / "job.yaml"
+        path.write_text("the old one")
+        jobs = {"the old one": here.job, "the new one": job}
+        for number, serving in here.nodes.items():
+            serving.node.file = OwnJobFile(path, number, lambda file: jobs[file.read_text()])
+        second = SmallTraining(job, here.copies)
+        stack.callback(second.close)
+        second.start, second.incarnation = b"of two ranks".ljust(16), 1
+        with pytest.raises(grpc.RpcError, match="the trainers' job file has"):
+            second.begin([0])
+        assert fetch(training, 0, b"").iteration == LAST
+        path.write_text("the new one")
+        request = pb.FenceRequest(job=job.job, protocol=PROTOCOL, timeout=1)
+        assert training.stubs[0].Fence(request, timeout=5).next_ranks == job_ranks(job)
+        second.begin([0])
+        status = node_status(here.nodes[0].node, job.job)
+        assert status.former.job_ranks == job_ranks(here.job)
+        assert [hold.streams for hold in status.holds] == [2]
