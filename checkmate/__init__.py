@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from checkmate.ring.place import RingError
     from checkmate.state import StateError
     from checkmate.tagger import TaggerUnavailable
-    from checkmate.training.errors import RefusedError, SessionError
+    from checkmate.training.errors import RefusedError, RegroupError, SessionError
     from checkmate.training.in_place.attendance import MeetingError
     from checkmate.training.in_place.resilient import resilient
     from checkmate.training.loop import Batches
@@ -46,6 +46,7 @@ __all__ = [
     "MeetingError",
     "Protection",
     "RefusedError",
+    "RegroupError",
     "RestoreError",
     "Restored",
     "RingError",
@@ -74,6 +75,7 @@ _WHERE: Final = {
     "Protection": "checkmate.training.protect",
     "protect": "checkmate.training.protect",
     "RefusedError": "checkmate.training.errors",
+    "RegroupError": "checkmate.training.errors",
     "RestoreError": "checkmate.training.start.all_ranks",
     "resilient": "checkmate.training.in_place.resilient",
     "Restored": "checkmate.training.restore",

@@ -13,6 +13,7 @@ from checkmate.consolidate.chunks import Select, equal_bits, everything
 from checkmate.consolidate.snapshot import GroupState, Snapshot
 from checkmate.consolidate.stage_state import StageState, assemble_stage
 from checkmate.consolidate.stages import Trained, stages
+from checkmate.job.partial import present_of
 from checkmate.job.schema import Job
 from checkmate.optim.options import parse_options
 from checkmate.optim.supported import FROZEN
@@ -27,6 +28,7 @@ def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
     Each stage has `model`, `optimizer`, `scheduler` and `scaler` for `load_state_dict` (the last two may be
     `None`), `scheduler_class` (may be empty), `rng` and `extra` by global rank, `buffers` by name (and
     `rank_buffers` if ranks have different ones), `ranks` in order and `tp`, how many of these share a sample,
+    `present`, the replicas of the job that were there if others were away,
     `protocol` (the format), `job`, `run`, `generation`, `group` (the stage), `iteration`, the last one
     trained, and `ended`, whether training ended with it. Chunks of a sharded model are removed from the
     snapshot as whole tensors are made of them, so the memory for both is never needed at once.
@@ -100,6 +102,8 @@ def stage_of(
         "scheduler_class": step.scheduler_class,
         **small,
     }
+    if present := present_of(snapshot.job):
+        result["present"] = list(present)
     if any(first.counters):
         result["optimizer_counters"] = [plain(dict(counters)) for counters in first.counters]
     if rank_buffers := _rank_buffers(snapshot.job, members, stage.buffers, buffers):

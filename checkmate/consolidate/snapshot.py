@@ -18,7 +18,7 @@ from checkmate import state
 from checkmate.job.schema import Job
 from checkmate.keys.access import Access, access
 from checkmate.keys.roles import Role
-from checkmate.nodes.other_ranks import other_ranks
+from checkmate.nodes.other_ranks import followed_job, other_ranks
 from checkmate.nodes.reader import (
     NotReserved,
     Reservation,
@@ -101,6 +101,8 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
             KeysError: The keys of role reader are missing or can't be used.
         """
         self.job = job
+        self._followed = job
+        """The job with the replicas that the nodes follow."""
         self._stopped = stopped or threading.Event()
         self._progress = progress
         self._stubs = Stubs(job, (access(job, Role.READER) if reader is None else reader).keys)
@@ -143,9 +145,10 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
     def _source(self, deadline: float) -> Source:
         timeout = max(min(ANSWER_SECONDS, deadline - time.monotonic()), 0.1)
         answers = self._stubs.statuses(timeout=timeout)
-        if trouble := other_ranks(self.job, answers):
+        self._followed = followed_job(self.job, answers)
+        if trouble := other_ranks(self._followed, answers):
             raise Missing(f"{trouble}: specify the job file of the shadow nodes")
-        return find_source(self.job, answers)
+        return find_source(self._followed, answers)
 
     def _attempt(self, deadline: float, at_least: int) -> Snapshot:
         source = self._source(deadline)
@@ -174,7 +177,7 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
             ]
             for shard, nodes in source.holders.items()
         }
-        accept = partial(_check_record, self.job, iteration)
+        accept = partial(_check_record, self._followed, iteration)
         states = read_shards(
             self._stubs, requests, ShardReading(deadline, STEP_SECONDS, self._progress, accept)
         )
@@ -183,7 +186,7 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
             for group in range(len(self.job.dp_groups))
         )
         generation = max(shard_state.header.generation for shard_state in states.values())
-        return Snapshot(self.job, begin.run, iteration, groups, generation)
+        return Snapshot(self._followed, begin.run, iteration, groups, generation)
 
 
 def _without(source: Source, granted: Collection[int]) -> list[Shard]:

@@ -94,12 +94,14 @@ def _silence(node: ShadowNode, why: str) -> Finding:
 
 def _versions(job: Job, answers: Mapping[int, pb.NodeStatus]) -> list[Finding]:
     """Compare what must be the same on all hosts of a job, as far as nodes tell it."""
-    from checkmate.nodes.other_ranks import difference, job_ranks  # noqa: PLC0415
+    from checkmate.nodes.other_ranks import difference, is_part_of, job_ranks  # noqa: PLC0415
 
     if not answers:
         return [skipped("versions", "nobody answered whose version could be compared")]
     for node, status in answers.items():
-        if status.job_ranks.groups and (values := difference(status.job_ranks, job_ranks(job))):
+        if not status.job_ranks.groups or is_part_of(job, status.job_ranks):
+            continue
+        if values := difference(status.job_ranks, job_ranks(job)):
             detail = (
                 f"shadow node {node} has a job file with {shortened(values[0])}, this host with {values[1]}"
             )

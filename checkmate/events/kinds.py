@@ -82,7 +82,7 @@ NODE_FENCED: Final = _kind(
     "node.fenced", "a restart has stopped its commits", "incarnation", "iteration", "why"
 )
 RANKS_CHANGED: Final = _kind(
-    "ranks.changed", "training restarts with other ranks, which the job file has now"
+    "ranks.changed", "training restarts with other ranks: of another job file, or with fewer or more replicas"
 )
 RANKS_WHOLE: Final = _kind(
     "ranks.whole", "the job has all shards again: the state of its former ranks is dropped"

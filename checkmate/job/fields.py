@@ -127,6 +127,16 @@ def no_sending(value: object) -> object:
     return value
 
 
+def no_fewer_replicas(value: object) -> object:
+    """Refuse that a job goes on with fewer replicas where switches copy."""
+    if value is not None:
+        raise ValueError(
+            "is for copies by hosts (copies: host): a switch copies what the first and the last rank of a DP "
+            "group send, as the job file has them; with other ranks in the file, training resumes from memory"
+        )
+    return value
+
+
 def checked_rate(value: object) -> object:
     """Return a rate as a text. Raise `ValueError` unless it is a number of megabits or gigabits."""
     if not isinstance(value, str) or not _RATE.fullmatch(value) or not float(value[:-1]):
@@ -161,5 +171,6 @@ NODE_IDS_LAST: Final = 65535
 RANKS_LAST: Final = 65535
 GPUS_MOST: Final = 64
 Size = Annotated[int, whole(1, RANKS_LAST + 1)]
+Seconds = Annotated[int, whole(1, 86_400)]
 """Of a dimension of a mesh."""
 ShadowNodeId = Annotated[int, whole(0, NODE_IDS_LAST)]

@@ -12,7 +12,18 @@ from typing import Annotated, Any, Final, Literal
 
 from checkmate.base.wording import counted, did_you_mean
 from checkmate.job.faults import Fault
-from checkmate.job.fields import RANKS_LAST, FilePath, Flag, HostPort, Name, ShadowNodeId, Size, items, whole
+from checkmate.job.fields import (
+    RANKS_LAST,
+    FilePath,
+    Flag,
+    HostPort,
+    Name,
+    Seconds,
+    ShadowNodeId,
+    Size,
+    items,
+    whole,
+)
 from checkmate.job.mesh_groups import served_lines
 from checkmate.job.schema import (
     DEFAULT_SENDING,
@@ -62,6 +73,8 @@ class HostCopiesFile(Frozen):
     keys: FilePath | None = None
     encrypt: Flag = False
     sending: Sending = DEFAULT_SENDING
+    min_replicas: Size | None = None
+    replacement_seconds: Seconds | None = None
     shadow_nodes: Annotated[tuple[CopyNode, ...], items(1)]
 
 
@@ -116,6 +129,12 @@ def _within(file: HostCopiesFile) -> Iterator[Fault]:
         yield Fault(("ranks",), fault)
     elif file.mesh is not None and (ranks := _size(file.mesh)) > RANKS_LAST + 1:
         yield Fault(("mesh",), f"has {ranks:,} ranks, and a job has {RANKS_LAST + 1:,} at most")
+    present = file.ranks or (file.mesh.dp_replicate if file.mesh else 0)
+    if file.min_replicas is not None and present < file.min_replicas:
+        has = f"{counted(present, 'replica')} of the model"
+        yield Fault(("min_replicas",), f"is {file.min_replicas}, but the job has {has}: 1 to {present}")
+    if file.replacement_seconds is not None and file.min_replicas is None:
+        yield Fault(("replacement_seconds",), "is for jobs with min_replicas; others wait for all ranks")
     nodes = len(file.shadow_nodes)
     if file.replicas > nodes:
         yield Fault(("replicas",), f"{file.replicas} replicas need as many shadow nodes; the job has {nodes}")
@@ -162,6 +181,8 @@ def _job(file: HostCopiesFile) -> Job:
         keys=file.keys,
         encrypt=file.encrypt,
         sending=file.sending,
+        min_replicas=file.min_replicas,
+        replacement_seconds=file.replacement_seconds,
         mesh=None if file.mesh is None else mesh,
         dp_groups=groups,
         shadow_nodes=nodes,

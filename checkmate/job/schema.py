@@ -34,6 +34,7 @@ from checkmate.job.fields import (
     Name,
     Port,
     PortName,
+    Seconds,
     ShadowNodeId,
     Size,
     Source,
@@ -43,6 +44,7 @@ from checkmate.job.fields import (
     checked_dscp_bit,
     device_port,
     items,
+    no_fewer_replicas,
     no_gradients,
     no_sending,
     whole,
@@ -314,6 +316,10 @@ class Job(Frozen):
     """Whether streams of copies by hosts are encrypted."""
     sending: Annotated[Sending, Before(no_sending)] = DEFAULT_SENDING
     """The way of copies by hosts."""
+    min_replicas: Annotated[Size | None, Before(no_fewer_replicas)] = None
+    """With how many replicas of the model training goes on in place, if others are away; `None`: with all."""
+    replacement_seconds: Annotated[Seconds | None, Before(no_fewer_replicas)] = None
+    """How long ranks wait for others before they go on with fewer replicas."""
     hosts: tuple[TrainingHost, ...] = ()
     """Hosts that ranks name."""
     mesh: Mesh | None = None

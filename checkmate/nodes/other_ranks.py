@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Final
 
 from checkmate.base.wording import at_iteration, counted
+from checkmate.job.partial import present_of, with_present, with_replicas
 from checkmate.job.schema import NO_ADDRESS, DpGroup, Job, Mesh, Rank
 from checkmate.nodes.standing import Answers, beginning_of, counted_holds, newest_beginnings, node_name
 from checkmate.rpc import shadow_pb2 as pb
@@ -41,13 +42,13 @@ def job_ranks(job: Job) -> pb.JobRanks:
         )
         for number, group in enumerate(job.dp_groups)
     )
-    return pb.JobRanks(mesh=mesh, groups=groups, replicas=job.replicas)
+    return pb.JobRanks(mesh=mesh, groups=groups, replicas=job.replicas, present=present_of(job))
 
 
 def ranks_digest(ranks: pb.JobRanks) -> bytes:
     """Return 16 bytes that are the same for job files whose ranks train the same, in as many shards."""
     groups = [[list(group.ranks), len(group.shadow_nodes)] for group in ranks.groups]
-    data = json.dumps([sorted(ranks.mesh.items()), groups])
+    data = json.dumps([sorted(ranks.mesh.items()), groups, list(ranks.present)])
     return hashlib.blake2b(data.encode(), digest_size=16).digest()
 
 
@@ -81,7 +82,29 @@ def job_of(job: Job, ranks: pb.JobRanks) -> Job:
     if ranks.mesh and (set(ranks.mesh) != set(_MESH) or not all(ranks.mesh.values())):
         raise OtherRanks("a shadow node holds the state of a mesh that no job has")
     mesh = Mesh(**dict(ranks.mesh)) if ranks.mesh else None
-    return replace(job, mesh=mesh, dp_groups=groups, replicas=ranks.replicas or 1)
+    present = tuple(ranks.present)
+    return with_present(job, present, mesh=mesh, dp_groups=groups, replicas=ranks.replicas or 1)
+
+
+def is_part_of(whole: Job, ranks: pb.JobRanks) -> bool:
+    """Return whether these ranks are those of a job, or of as many of its replicas as it goes on with."""
+    present, most = list(ranks.present), len(whole.dp_groups[0].ranks)
+    if not present:
+        return difference(job_ranks(whole), ranks) is None
+    if whole.min_replicas is None or not whole.min_replicas <= len(present) < most:
+        return False
+    if present != sorted(set(present)) or present[-1] >= most:
+        return False
+    return difference(job_ranks(with_replicas(whole, present)), ranks) is None
+
+
+def followed_job(job: Job, answers: Answers) -> Job:
+    """Return the job of a file as its nodes follow it now: with fewer replicas, if some are away."""
+    for answer in answers.values():
+        ranks = pb.JobRanks() if isinstance(answer, str) else answer.job_ranks
+        if ranks.present and is_part_of(job, ranks):
+            return with_replicas(job, ranks.present)
+    return job
 
 
 @dataclass(frozen=True)
@@ -185,12 +208,24 @@ def other_files(job: Job, answers: Answers) -> str:
         present = answer.next_ranks if answer.HasField("next_ranks") else answer.job_ranks
         if not present.groups or (sizes := difference(present, own_ranks)) is None:
             continue
+        if job.min_replicas is not None and _same_whole(present, own_ranks):
+            continue
         newest = max((hold.stepped for _, hold in holds), default=-1)
         return (
             f"{node_name(job, node)} holds a state {at_iteration(newest)}, and its job file has {sizes[0]}, "
             f"but the job now has {sizes[1]}. {answer.next_trouble or RESHARDING}"
         )
     return ""
+
+
+def _same_whole(first: pb.JobRanks, second: pb.JobRanks) -> bool:
+    """Return whether two tables may be of one job's replicas, of which others are there."""
+    meshes = [
+        {name: size for name, size in ranks.mesh.items() if name != "dp_replicate"}
+        for ranks in (first, second)
+    ]
+    shards = [[len(group.shadow_nodes) for group in ranks.groups] for ranks in (first, second)]
+    return meshes[0] == meshes[1] and shards[0] == shards[1]
 
 
 def other_ranks(job: Job, answers: Answers) -> str:
@@ -220,6 +255,8 @@ def difference(old_ranks: pb.JobRanks, new_ranks: pb.JobRanks) -> tuple[str, str
 
     A job with a mesh, and one that lists the DP groups of that mesh, do not differ.
     """
+    if list(old_ranks.present) != list(new_ranks.present):
+        return _present(old_ranks), _present(new_ranks)
     old, new = dict(old_ranks.mesh), dict(new_ranks.mesh)
     names = [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)]
     if old and new and names:
@@ -239,6 +276,16 @@ def difference(old_ranks: pb.JobRanks, new_ranks: pb.JobRanks) -> tuple[str, str
                 f"it in {counted(shards[1], 'shard')}",
             )
     return None
+
+
+def _present(job_ranks: pb.JobRanks) -> str:
+    """Return which replicas are there."""
+    if not job_ranks.present:
+        sizes = {len(group.ranks) for group in job_ranks.groups}
+        return f"all {max(sizes, default=0)} replicas"
+    more = ", ..." if len(job_ranks.present) > _MAX_SHOWN else ""
+    numbers = ", ".join(map(str, job_ranks.present[:_MAX_SHOWN]))
+    return f"{counted(len(job_ranks.present), 'replica')} ({numbers}{more})"
 
 
 def _mesh(mesh: Mapping[str, int], names: list[str]) -> str:

@@ -927,6 +927,7 @@ class JobRanks(google.protobuf.message.Message):
     MESH_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
+    PRESENT_FIELD_NUMBER: builtins.int
     replicas: builtins.int
     """holders of each shard"""
     @property
@@ -935,14 +936,21 @@ class JobRanks(google.protobuf.message.Message):
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupRanks]: ...
+    @property
+    def present(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The replicas of the whole job's model that are there, as positions in its DP groups; empty: all. Ranks are numbered
+        without the others.
+        """
+
     def __init__(
         self,
         *,
         mesh: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         groups: collections.abc.Iterable[Global___GroupRanks] | None = ...,
         replicas: builtins.int = ...,
+        present: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["groups", b"groups", "mesh", b"mesh", "replicas", b"replicas"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["groups", b"groups", "mesh", b"mesh", "present", b"present", "replicas", b"replicas"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___JobRanks: typing_extensions.TypeAlias = JobRanks
@@ -1380,6 +1388,7 @@ class MeetEvent(google.protobuf.message.Message):
     MEETING_FIELD_NUMBER: builtins.int
     LOST_FIELD_NUMBER: builtins.int
     CONCLUDED_FIELD_NUMBER: builtins.int
+    RETURNED_FIELD_NUMBER: builtins.int
     @property
     def waiting(self) -> Global___Waiting: ...
     @property
@@ -1388,6 +1397,8 @@ class MeetEvent(google.protobuf.message.Message):
     def lost(self) -> Global___Lost: ...
     @property
     def concluded(self) -> Global___Concluded: ...
+    @property
+    def returned(self) -> Global___Returned: ...
     def __init__(
         self,
         *,
@@ -1395,20 +1406,21 @@ class MeetEvent(google.protobuf.message.Message):
         meeting: Global___Meeting | None = ...,
         lost: Global___Lost | None = ...,
         concluded: Global___Concluded | None = ...,
+        returned: Global___Returned | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["concluded", b"concluded", "kind", b"kind", "lost", b"lost", "meeting", b"meeting", "waiting", b"waiting"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["concluded", b"concluded", "kind", b"kind", "lost", b"lost", "meeting", b"meeting", "returned", b"returned", "waiting", b"waiting"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["concluded", b"concluded", "kind", b"kind", "lost", b"lost", "meeting", b"meeting", "waiting", b"waiting"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["concluded", b"concluded", "kind", b"kind", "lost", b"lost", "meeting", b"meeting", "returned", b"returned", "waiting", b"waiting"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: typing_extensions.TypeAlias = typing.Literal["waiting", "meeting", "lost", "concluded"]
+    _WhichOneofReturnType_kind: typing_extensions.TypeAlias = typing.Literal["waiting", "meeting", "lost", "concluded", "returned"]
     _WhichOneofArgType_kind: typing_extensions.TypeAlias = typing.Literal["kind", b"kind"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___MeetEvent: typing_extensions.TypeAlias = MeetEvent
 
 @typing.final
-class Waiting(google.protobuf.message.Message):
-    """Ranks that have not come yet. Sent first, and whenever it changes."""
+class Returned(google.protobuf.message.Message):
+    """Replicas of the model that a meeting lacks wait to take part: its ranks meet again, with them, after the iteration."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1423,29 +1435,58 @@ class Waiting(google.protobuf.message.Message):
     _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["ranks", b"ranks"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
+Global___Returned: typing_extensions.TypeAlias = Returned
+
+@typing.final
+class Waiting(google.protobuf.message.Message):
+    """Ranks that have not come yet. Sent first, and whenever it changes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: builtins.int
+    OTHERS_TRAIN_FIELD_NUMBER: builtins.int
+    others_train: builtins.bool
+    """without this rank, until it and all of its replica's ranks have come"""
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        others_train: builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["others_train", b"others_train", "ranks", b"ranks"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
 Global___Waiting: typing_extensions.TypeAlias = Waiting
 
 @typing.final
 class Meeting(google.protobuf.message.Message):
-    """All ranks have come."""
+    """All ranks have come, or as many replicas of the model as the job goes on with."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ID_FIELD_NUMBER: builtins.int
     TRAINED_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
     id: builtins.bytes
     """random, 16 bytes"""
     @property
     def trained(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """the ranks whose MeetRequest said so"""
 
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """all of its ranks"""
+
     def __init__(
         self,
         *,
         id: builtins.bytes = ...,
         trained: collections.abc.Iterable[builtins.int] | None = ...,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["id", b"id", "trained", b"trained"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["id", b"id", "ranks", b"ranks", "trained", b"trained"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Meeting: typing_extensions.TypeAlias = Meeting

@@ -1,4 +1,4 @@
-"""The job file of a running node, which a restart with other ranks has it read again."""
+"""The job of a running node, whose file a restart with other ranks has it read again."""
 
 from __future__ import annotations
 
@@ -8,48 +8,64 @@ from pathlib import Path
 from typing import Final
 
 from checkmate.job.files import JobError, read_job
+from checkmate.job.partial import with_replicas
 from checkmate.job.schema import Job
-from checkmate.nodes.other_ranks import difference, job_ranks
+from checkmate.nodes.other_ranks import is_part_of, job_ranks
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.receive.hold_plans import hold_plans
+
+_MAY_CHANGE: Final = frozenset(
+    ("mesh", "dp_groups", "hosts", "gpus_per_host", "replicas", "fabric", "sending", "collective")
+) | {"min_replicas", "replacement_seconds"}
+"""Fields of a job that a running node can see changed: ranks, and what it does not use itself."""
 
 
 class OwnJobFile:
     """A node's job file, and what it has now. Reads it only if it was changed."""
 
-    def __init__(self, path: Path, node_id: int, read: Callable[[Path], Job] = read_job) -> None:
-        """Note how the file is now, which the node has just read."""
+    def __init__(self, path: Path, job: Job, node_id: int, read: Callable[[Path], Job] = read_job) -> None:
+        """Note how the file is now, of which the node has just read this job."""
         self._path, self._id, self._read = path, node_id, read
         self._stamp = _stamp(path)
-        self._job: Job | None = None
+        self._first = self._whole = job
+        """The job as it was first, and as it is in the file now."""
         self._trouble = ""
 
-    def other_job(self, job: Job) -> tuple[Job | None, str]:
-        """Return the file's job if its ranks are others than those of `job`, or why the node can't follow it.
+    def next_ranks(self, followed: Job) -> tuple[pb.JobRanks | None, str]:
+        """Return the ranks that are in the file in place of those of a job, or why the node can't follow it.
+
+        Fewer replicas than in the file are no other ranks, if the job may go on with them.
+        """
+        self._read_again()
+        ranks = job_ranks(self._whole)
+        if self._trouble or is_part_of(self._whole, job_ranks(followed)):
+            return None, self._trouble
+        return ranks, ""
+
+    def job_for(self, ranks: pb.JobRanks) -> tuple[Job | None, str]:
+        """Return the file's job, if a start may have these ranks, or why the node can't follow the file.
 
         Returns:
             The job, or `None`; and the reason in words, or "".
         """
-        if (stamp := _stamp(self._path)) != self._stamp:
-            self._stamp = stamp
-            try:
-                self._job, self._trouble = self._read(self._path), ""
-            except JobError as error:
-                self._job, self._trouble = None, f"its job file was changed, and is refused: {error}"
-            except OSError as error:
-                self._job, self._trouble = None, f"its job file can't be read again: {error}"
-        if self._job is None:
+        self._read_again()
+        if self._trouble or not is_part_of(self._whole, ranks):
             return None, self._trouble
-        if difference(job_ranks(self._job), job_ranks(job)) is None:
-            return None, ""
-        why = _why_not(job, self._job, self._id)
-        return (None, why) if why else (self._job, "")
+        return with_replicas(self._whole, ranks.present) if ranks.present else self._whole, ""
 
-
-_MAY_CHANGE: Final = frozenset(
-    ("mesh", "dp_groups", "hosts", "gpus_per_host", "replicas", "fabric", "sending", "collective")
-)
-"""Fields of a job that a running node can see changed: ranks, and what it does not use itself."""
+    def _read_again(self) -> None:
+        if (stamp := _stamp(self._path)) == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            job = self._read(self._path)
+        except JobError as error:
+            self._trouble = f"its job file was changed, and is refused: {error}"
+        except OSError as error:
+            self._trouble = f"its job file can't be read again: {error}"
+        else:
+            self._trouble = _why_not(self._first, job, self._id)
+            self._whole = self._whole if self._trouble else job
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
@@ -75,9 +91,3 @@ def _why_not(old: Job, new: Job, node_id: int) -> str:
     if not hold_plans(new, node_id):
         return "in its job file, no DP group has this node in its shadow_nodes any more"
     return ""
-
-
-def next_ranks(file: OwnJobFile | None, job: Job) -> tuple[pb.JobRanks | None, str]:
-    """Return the ranks that a node would follow instead of those of `job`, and why it can't."""
-    other_job, why = (None, "") if file is None else file.other_job(job)
-    return (None if other_job is None else job_ranks(other_job)), why

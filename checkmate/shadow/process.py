@@ -126,7 +126,7 @@ class Serving:
                 grace=grace,
                 threads=threads,
                 make_source=make_source,
-                file=None if file is None else OwnJobFile(file, node_id),
+                file=None if file is None else OwnJobFile(file, job, node_id),
             )
             undo.callback(self.node.close)
             self._metrics = _metrics_server(metrics, self.node) if metrics is not None else nullcontext()

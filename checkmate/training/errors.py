@@ -14,3 +14,10 @@ class RefusedError(CheckmateError, RuntimeError):
 
 class SessionError(CheckmateError, RuntimeError):
     """Job, environment and process groups contradict one another. The message suggests a remedy."""
+
+
+class RegroupError(CheckmateError, RuntimeError):
+    """An iteration has ended, and ranks that were away wait to take part in the next one.
+
+    `checkmate.resilient` calls the training function again for it, with all of them.
+    """

@@ -33,7 +33,11 @@ class Loop:
     """The loop boundary of one protection."""
 
     def __init__(
-        self, recorder: Recorder, generators: Mapping[str, Any] | None, has_begun: Callable[[], bool]
+        self,
+        recorder: Recorder,
+        generators: Mapping[str, Any] | None,
+        has_begun: Callable[[], bool],
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Create it.
 
@@ -42,10 +46,12 @@ class Loop:
             generators: States of random generators to set again after the iterator was created, if the run
                 resumes between two batches of one.
             has_begun: Returns whether an iteration has begun since the start.
+            at_end: Called after each iteration; it may raise.
         """
         self._recorder = recorder
         self._generators = generators
         self._has_begun = has_begun
+        self._at_end = at_end
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches. An iteration ends when the next batch is requested, before it is drawn."""
@@ -61,6 +67,7 @@ class Loop:
                 self._recorder.mark(left_loop=True)
                 raise
             self._recorder.mark(in_loop=True)
+            self._at_end()
         self._recorder.leave_loop()
 
 

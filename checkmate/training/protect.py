@@ -37,7 +37,7 @@ from checkmate.training.checks import (
 )
 from checkmate.training.default_log import show_log
 from checkmate.training.ending import ends_well, said_end
-from checkmate.training.errors import SessionError
+from checkmate.training.errors import RegroupError, SessionError
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.gradients.buckets import CopiedGradients
 from checkmate.training.gradients.setup import make_front
@@ -196,7 +196,7 @@ def protect(
         start = restored or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
         handover.hold()
         undo.callback(handover.release)
-        if start.stayed:  # nodes that are there have kept their state, and others join while training goes on
+        if start.stayed and start.keep:  # nodes have kept their state, and others join during training
             deadline = min(deadline, time.monotonic() + IN_PLACE_SECONDS)
         run = ProtectedRun(place=place, start=start, watched=watched, layouts=layouts, optimizer=spec)
         protection = _assemble(run, stubs, deadline, undo, required=required)
@@ -314,7 +314,10 @@ def _assemble(
     waiting = followers.bring_up(deadline) if place.followed else "; ".join(untagged)
     front.register(recorder.reduced, recorder.on_backward)  # last, because DDP can't unregister a hook
     in_loop = generators if generators.get("in_loop") else None
-    loop = Loop(recorder, in_loop, lambda: gradients.iteration >= start.next_iteration)
+    loop = Loop(
+        *(recorder, in_loop, lambda: gradients.iteration >= start.next_iteration),
+        at_end=Protection.leave_if_wanted,
+    )
     parts = ProtectionParts(
         gradients=gradients,
         recorder=recorder,
@@ -353,6 +356,8 @@ class Protection:
 
     present: ClassVar[Protection | None] = None
     """The open one of this process."""
+    regrouping: ClassVar[str] = ""
+    """Why the function is to be left at the end of an iteration, in words, or ""."""
 
     def __init__(self, run: ProtectedRun, parts: ProtectionParts, undo: ExitStack) -> None:
         """Take over all parts, and `undo`, which closes them in any state."""
@@ -412,6 +417,13 @@ class Protection:
         before the next forward, the last call counts.
         """
         self._recorder.mark()
+        self.leave_if_wanted()
+
+    @classmethod
+    def leave_if_wanted(cls) -> None:
+        """Raise `RegroupError` if the function is to be left here, where an iteration has ended."""
+        if cls.regrouping:
+            raise RegroupError(cls.regrouping)
 
     def close(self, last: bool = True) -> None:
         """End the protection. Backward fails from then on.

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from checkmate.job.files import read_job
+from checkmate.job.partial import replicas_there, with_replicas
 from checkmate.job.schema import Job
 from checkmate.nodes.other_ranks import OtherRanks, held_states, job_of, job_ranks, ranks_digest
 from checkmate.rpc import shadow_pb2 as pb
@@ -182,22 +183,57 @@ def test_a_job_file_is_read_again_if_it_was_changed(tmp_path: Path) -> None:
     }
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(data))
-    job, file = read_job(path), OwnJobFile(path, 1)
-    assert file.other_job(job) == (None, "")
+    job = read_job(path)
+    file = OwnJobFile(path, job, 1)
+    assert file.next_ranks(job) == (None, "")
 
-    def changed(**changes: object) -> tuple[Job | None, str]:
+    def changed(**changes: object) -> tuple[pb.JobRanks | None, str]:
         path.write_text(yaml.safe_dump({**data, **changes}) + f"# {changes}\n")
-        return file.other_job(job)
+        return file.next_ranks(job)
 
-    other_job, why = changed(ranks=3)
-    assert other_job is not None
-    assert (other_job.rank_count, why) == (3, "")
+    ranks, why = changed(ranks=3)
+    assert ranks is not None
+    assert (len(ranks.groups[0].ranks), why) == (3, "")
+    three = file.job_for(ranks)[0]
+    assert three is not None
+    assert three.rank_count == 3
     assert changed() == (None, "")
+    assert file.job_for(ranks) == (None, "")
     nodes = [*data["shadow_nodes"], {"id": 2, "mgmt": "127.0.0.1:7100"}]  # type: ignore[misc]
     assert "in its job file, shadow_nodes changed, too" in changed(ranks=3, shadow_nodes=nodes)[1]
     assert "its job file was changed, and is refused: " in changed(ranks="three")[1]
     path.unlink()
-    assert "its job file" in file.other_job(job)[1]
+    assert "its job file" in file.next_ranks(job)[1]
+
+
+def test_a_job_goes_on_with_as_few_replicas_as_it_may(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "job": "mine",
+                "copies": "host",
+                "mesh": {"dp_replicate": 4, "dp_shard": 2},
+                "min_replicas": 2,
+                "shadow_nodes": [{"id": 0, "mgmt": "127.0.0.1:7000"}],
+            }
+        )
+    )
+    job = read_job(path)
+    file = OwnJobFile(path, job, 0)
+    partial = with_replicas(job, (0, 2, 3))
+    assert [[rank.rank for rank in group.ranks] for group in partial.dp_groups] == [[0, 2, 4], [1, 3, 5]]
+    assert replicas_there(job, {0, 1, 2, 4, 5, 6, 7}) == (0, 2, 3)
+    assert job_of(partial, job_ranks(partial)) == replace(
+        partial, dp_groups=job_of(job, job_ranks(partial)).dp_groups
+    )
+    assert file.job_for(job_ranks(partial)) == (partial, "")
+    assert file.next_ranks(partial) == (None, "")
+    for nonsense in ((0,), (2, 0, 3), (0, 2, 9)):
+        ranks = job_ranks(partial)
+        ranks.present[:] = nonsense
+        assert file.job_for(ranks) == (None, "")
+    assert ranks_digest(job_ranks(partial)) != ranks_digest(job_ranks(with_replicas(job, (0, 1, 2))))
 
 
 @needs_buffers
@@ -211,7 +247,7 @@ def test_a_start_with_other_ranks_has_the_node_read_its_file(tmp_path: Path) -> 
         path.write_text("the old one")
         jobs = {"the old one": here.job, "the new one": job}
         for number, serving in here.nodes.items():
-            serving.node.file = OwnJobFile(path, number, lambda file: jobs[file.read_text()])
+            serving.node.file = OwnJobFile(path, here.job, number, lambda file: jobs[file.read_text()])
         second = SmallTraining(job, here.copies)
         stack.callback(second.close)
         second.start, second.incarnation = b"of two ranks".ljust(16), 1

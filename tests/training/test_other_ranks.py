@@ -16,7 +16,7 @@ from tests.training.test_host_copies import LoopbackJob, folder, installed
 
 __all__ = ["folder"]
 
-RANKS_CHANGED: Final = "the job file has other ranks than before"
+RANKS_CHANGED: Final = "training restarts with other ranks than before"
 MESHES: Final[dict[str, tuple[int, dict[str, Any]]]] = {
     "ddp-2": (2, {"ranks": 2, "replicas": 2}),
     "ddp-3": (3, {"ranks": 3}),

@@ -304,7 +304,7 @@ def test_a_script_may_hold_a_wrapper_whose_backward_was_cut_off(alone: None) -> 
 
 def test_an_environment_that_contradicts_the_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of("mine", ranks=RANKS)
-    monkeypatch.setattr("checkmate.training.in_place.resilient.named_job", lambda: job)
+    monkeypatch.setattr("checkmate.training.in_place.resilient.whole_job", lambda: job)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SessionError, match="WORLD_SIZE 2, but the job mine has 3 ranks"):

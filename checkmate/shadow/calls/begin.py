@@ -83,13 +83,13 @@ def _take_up(node: Node, request: pb.BeginRequest) -> None:
     check_job(node.job, request.job)
     if node.file is None or difference(request.job_ranks, node.job_ranks) is None:
         return
-    other_job, why = node.file.other_job(node.job)
+    job, why = node.file.job_for(request.job_ranks)
     if why:
         raise CallRefused(why, precondition=True)
-    if other_job is not None and difference(request.job_ranks, job_ranks(other_job)) is None:
+    if job is not None:
         with node.state_changed:
             node.state.ended_starts.check(request, node.state.generation)
-        node.take_up(other_job)
+        node.take_up(job)
 
 
 def _warnings(node: Node, group: ShadowGroup) -> list[str]:

@@ -30,7 +30,6 @@ from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, in
 from checkmate.shadow.logic.hold import Hold
 from checkmate.shadow.logic.phases import Phase
 from checkmate.shadow.node import Node
-from checkmate.shadow.own_file import next_ranks
 
 _COPY_SECONDS = 10.0
 
@@ -171,9 +170,10 @@ def _read_on(node: Node, deadline: float, *, again: bool) -> None:
 def _answer(node: Node) -> pb.NodeStatus:
     """Return the status for a restart. The caller holds the lock."""
     answer = locked_status(node)
-    ranks, answer.next_trouble = next_ranks(node.file, node.job)
-    if ranks is not None:
-        answer.next_ranks.CopyFrom(ranks)
+    if node.file is not None:
+        ranks, answer.next_trouble = node.file.next_ranks(node.job)
+        if ranks is not None:
+            answer.next_ranks.CopyFrom(ranks)
     answer.drained = node.state.drained
     for group in node.state.groups.values():
         begin = group.begin

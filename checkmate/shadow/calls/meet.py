@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -12,8 +13,10 @@ from checkmate.rpc.protocol import ANSWER_BYTES, REFUSAL_MAX
 from checkmate.shadow import locks
 from checkmate.shadow.logic.bounds import check_number, check_protocol, check_seconds, check_start, check_text
 from checkmate.shadow.logic.group import CallRefused, check_job
-from checkmate.shadow.logic.meeting import Meetings, RankStore, Seat
+from checkmate.shadow.logic.meeting import Meetings, Quorum, RankStore, Seat
 
+REPLACEMENT_SECONDS: Final = 60
+"""How long ranks wait for lost ones, unless the job file says otherwise, before they go on without."""
 NEWS_SECONDS: Final = 1.0
 """How often ranks that wait hear for whom."""
 MAX_WAIT_SECONDS: Final = 5.0
@@ -31,7 +34,9 @@ class MeetingRoom:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._meetings = Meetings({rank.rank for group in job.dp_groups for rank in group.ranks})
+        self._meetings = Meetings(
+            {rank.rank for group in job.dp_groups for rank in group.ranks}, quorum_of(job)
+        )
         self._changed = threading.Condition(locks.ordered_lock("meeting"))
         self._stopping = False
 
@@ -61,18 +66,23 @@ class MeetingRoom:
         check_protocol(request.protocol)
         check_start("token", request.token)
         with self._changed:
-            seat = self._meetings.sit(request.rank, request.token, trained=request.trained)
+            now = time.monotonic()
+            seat = self._meetings.sit(request.rank, request.token, trained=request.trained, now=now)
             self._changed.notify_all()
         on_end(self._notify)
-        last_missing: list[int] = []
+        last_waiting = pb.Waiting()
         try:
             while is_active() and not self._stopping:
                 with self._changed:
+                    if seat.session is None:
+                        self._meetings.tick(time.monotonic())
+                        self._changed.notify_all()
                     events = seat.take()
                     missing = [] if events or seat.session else self._meetings.missing
-                if missing != last_missing and missing:
-                    events.append(pb.MeetEvent(waiting=pb.Waiting(ranks=missing)))
-                    last_missing = missing
+                    waiting = pb.Waiting(ranks=missing, others_train=self._meetings.others_train)
+                if missing and waiting != last_waiting:
+                    events.append(pb.MeetEvent(waiting=waiting))
+                    last_waiting = waiting
                 yield from events
                 self._await_news(seat, is_active)
         finally:
@@ -122,6 +132,17 @@ class MeetingRoom:
         except CallRefused:
             return True
         return False
+
+
+def quorum_of(job: Job) -> Quorum | None:
+    """Return with whom a job's ranks may meet if some are away; `None`: all have to come."""
+    if job.min_replicas is None:
+        return None
+    replicas = [
+        frozenset(group.ranks[position].rank for group in job.dp_groups)
+        for position in range(len(job.dp_groups[0].ranks))
+    ]
+    return Quorum(replicas, job.min_replicas, job.replacement_seconds or REPLACEMENT_SECONDS)
 
 
 def _check_store(request: pb.StoreRequest) -> None:

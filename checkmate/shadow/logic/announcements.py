@@ -100,7 +100,7 @@ def node_reset(generation: int) -> Log:
 
 def took_up(stays: bool) -> Log:
     """Return the line about a job file with other ranks. `stays`: whether the former ones' state does."""
-    message = "the job file has other ranks than before, and this node follows them"
+    message = "training restarts with other ranks than before, which this node follows"
     state = "; it keeps the state of the former ones until its job has all shards again" if stays else ""
     return Log(logging.INFO, message + state, RANKS_CHANGED())
 

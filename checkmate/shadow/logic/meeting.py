@@ -1,7 +1,9 @@
 """Meetings of a job's ranks, for recovery in place: who has come, who is lost, and their store. Pure.
 
 All ranks of a job meet before they train. A rank that leaves ends the meeting, and the others hear of it.
-Then all meet again: those that are left, and a new process in the lost rank's place.
+Then all meet again: those that are left, and a new process in the lost rank's place. If the job may go on
+with fewer replicas of its model, they wait for that process for a while only. Whoever comes later waits until
+its replica is complete; then the others hear of it, and leave.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ class Session:
     store: RankStore
     over: str = ""
     """Why it is over, in words, or ""."""
+    has_heard: frozenset[int] = frozenset()
+    """Ranks that were away, and of which it has heard that they are back."""
 
     def end(self, why: str, event: pb.MeetEvent) -> None:
         """End it, and tell all."""
@@ -63,11 +67,28 @@ class Session:
             seat.events.append(event)
 
 
-class Meetings:
-    """The meetings of one job on one node: at most one of all ranks, and one that gathers."""
+@dataclass(frozen=True)
+class Quorum:
+    """With whom a meeting may begin, if not all ranks have come."""
 
-    def __init__(self, ranks: Collection[int]) -> None:
+    replicas: Sequence[frozenset[int]]
+    """The ranks of each replica of the model, all of which take part or none."""
+    least: int
+    """The number of replicas."""
+    seconds: float
+    """How long after the last rank that came."""
+
+
+class Meetings:
+    """The meetings of one job on one node: at most one that has begun, and one that gathers."""
+
+    def __init__(self, ranks: Collection[int], quorum: Quorum | None = None) -> None:
+        """Create it. `quorum`: by default, a meeting is of all ranks."""
         self._ranks: Final = frozenset(ranks)
+        self._quorum = quorum
+        self._awaited = self._ranks
+        """Those for whom others wait for a while: the ranks of the meeting before."""
+        self._came_at = 0.0
         self._gathered: dict[int, Seat] = {}
         self._session: Session | None = None
 
@@ -76,10 +97,16 @@ class Meetings:
         """Ranks that have not come to the meeting that gathers."""
         return sorted(self._ranks - self._gathered.keys())
 
-    def sit(self, rank: int, token: bytes, *, trained: bool) -> Seat:
+    @property
+    def others_train(self) -> bool:
+        """Whether a meeting goes on without those that wait."""
+        return self._session is not None and not self._session.over
+
+    def sit(self, rank: int, token: bytes, *, trained: bool, now: float = 0.0) -> Seat:
         """Have a process wait for all others. Raise `CallRefused` if the job does not have its rank."""
         if rank not in self._ranks:
             raise CallRefused(f"rank {rank} is not in the job")
+        self._came_at = now
         seat = Seat(rank, token, trained)
         session = self._session
         if session is not None and (seated := session.seats.get(rank)) is not None:
@@ -88,9 +115,30 @@ class Meetings:
         if (seated := self._gathered.get(rank)) is not None:
             seated.events.append(_lost(rank, REPLACED))
         self._gathered[rank] = seat
-        if not self.missing:
-            self._begin()
+        self.tick(now)
         return seat
+
+    def tick(self, now: float) -> None:
+        """Begin the meeting that gathers, if nobody is to be waited for, or tell those that train of it."""
+        gathered = self._gathered.keys()
+        if gathered >= self._ranks:
+            self._begin(self._ranks)
+            return
+        if self._quorum is None:
+            return
+        complete = [replica for replica in self._quorum.replicas if replica <= gathered]
+        ranks = frozenset[int]().union(*complete)
+        if self.others_train:
+            assert self._session is not None
+            if complete and not self._session.has_heard >= ranks:
+                self._session.has_heard |= ranks
+                returned = pb.MeetEvent(returned=pb.Returned(ranks=sorted(ranks)))
+                for seat in self._session.seats.values():
+                    seat.events.append(returned)
+            return
+        is_awaited = not gathered >= self._awaited and now < self._came_at + self._quorum.seconds
+        if len(complete) >= self._quorum.least and not is_awaited:
+            self._begin(ranks)
 
     def leave(self, seat: Seat) -> None:
         """Note that a process's call has ended."""
@@ -108,7 +156,10 @@ class Meetings:
         if rank in session.seats:
             session.seats[rank].is_done = True
         if all(seat.is_done for seat in session.seats.values()):
-            session.end("all ranks are done", pb.MeetEvent(concluded=pb.Concluded(rank=rank)))
+            concluded = pb.MeetEvent(concluded=pb.Concluded(rank=rank))
+            session.end("all ranks are done", concluded)
+            for seat in self._gathered.values():  # that would have taken part later
+                seat.events.append(concluded)
 
     def session(self, meeting: bytes) -> Session:
         """Return a meeting. Raise `CallRefused` if it is over."""
@@ -119,13 +170,15 @@ class Meetings:
             raise CallRefused(f"this meeting is over: {session.over}", precondition=True)
         return session
 
-    def _begin(self) -> None:
-        """Begin the meeting of all that have come."""
+    def _begin(self, ranks: frozenset[int]) -> None:
+        """Begin the meeting of these ranks, which have come; the others wait on."""
         most = MAX_STORE + MAX_STORE_OF_RANK * len(self._ranks)
-        session = Session(secrets.token_bytes(START_BYTES), dict(self._gathered), RankStore(most))
-        self._session, self._gathered = session, {}
+        seats = {rank: seat for rank, seat in self._gathered.items() if rank in ranks}
+        session = Session(secrets.token_bytes(START_BYTES), seats, RankStore(most))
+        self._gathered = {rank: seat for rank, seat in self._gathered.items() if rank not in ranks}
+        self._session, self._awaited = session, ranks
         trained = sorted(rank for rank, seat in session.seats.items() if seat.trained)
-        event = pb.MeetEvent(meeting=pb.Meeting(id=session.id, trained=trained))
+        event = pb.MeetEvent(meeting=pb.Meeting(id=session.id, trained=trained, ranks=sorted(ranks)))
         for seat in session.seats.values():
             seat.session = session
             seat.events.append(event)

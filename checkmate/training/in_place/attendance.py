@@ -40,6 +40,10 @@ class MeetingError(CheckmateError, RuntimeError):
     """The ranks have not met in time, or a rank can't go on. The message names it."""
 
 
+class TrainingEnded(CheckmateError, RuntimeError):
+    """Training has ended without this rank, which was waiting to take part again."""
+
+
 class _Table:
     """One node at which this process waits."""
 
@@ -50,6 +54,8 @@ class _Table:
         """Ranks that have not come there."""
         self.meeting: pb.Meeting | None = None
         self.met_at = 0.0
+        self.others_train = False
+        """Whether others train there without this rank."""
         self.why = ""
         """Why this process can't wait there, or "": it waits, or the node has not answered yet."""
         self.is_refused = False
@@ -81,7 +87,10 @@ class Attendance:
         """The rank that has left the meeting, if one has."""
         self._verdict = ""
         self._is_done = False
+        self.returned: Sequence[int] = ()
+        """Ranks that were away and wait to take part: this process leaves the meeting after its iteration."""
         self._on_loss: Callable[[], None] = lambda: None
+        self._on_return: Callable[[], None] = lambda: None
         self._tables = [_Table(node, stubs.to(node.id)) for node in job.shadow_nodes]
         self._threads = [
             threading.Thread(
@@ -108,9 +117,14 @@ class Attendance:
         return self._chosen is not None and bool(self._chosen.why)
 
     def await_meeting(self, timeout: float) -> pb.Meeting:
-        """Wait until all ranks have come; return the meeting. `timeout`: in seconds.
+        """Wait until all ranks have come, or enough; return the meeting.
 
-        Raise `MeetingError` if they have not, and name those that are missing.
+        Args:
+            timeout: In seconds, while no others train.
+
+        Raises:
+            MeetingError: They have not come; it names those that are missing.
+            TrainingEnded: Others have trained to the end.
         """
         deadline = time.monotonic() + timeout
         news_at = time.monotonic() + _NEWS_SECONDS
@@ -118,7 +132,11 @@ class Attendance:
             while (table := self._choice()) is None:
                 if self._verdict:
                     raise MeetingError(f"training ends, because a rank can't go on: {self._verdict}")
+                if self._is_done:
+                    raise TrainingEnded("training has ended, with the ranks that were there")
                 now = time.monotonic()
+                if any(table.others_train and not table.why for table in self._tables):
+                    deadline = now + timeout
                 if now >= deadline or all(table.is_refused for table in self._tables):
                     raise MeetingError(self._unmet(timeout))
                 if now >= news_at:
@@ -145,6 +163,14 @@ class Attendance:
             lost = self._loss is not None or bool(self._verdict)
         if lost:
             threading.Thread(target=act, name="abort", daemon=True).start()
+
+    def when_returned(self, act: Callable[[], None]) -> None:
+        """Have a function called, by another thread, when ranks are back: at once if they are already."""
+        with self._changed:
+            self._on_return = act
+            returned = self.returned
+        if returned:
+            act()
 
     def conclude(self, why: str = "") -> None:
         """Tell the others that this rank is done, or why it can't go on. Never raises; may be repeated."""
@@ -231,6 +257,10 @@ class Attendance:
             match event.WhichOneof("kind"):
                 case "waiting":
                     table.missing = list(event.waiting.ranks)
+                    table.others_train = event.waiting.others_train
+                case "returned" if self._chosen is table:
+                    self.returned = list(event.returned.ranks)
+                    act = self._on_return
                 case "meeting" if len(event.meeting.id) == START_BYTES:
                     table.meeting, table.met_at, table.missing = event.meeting, time.monotonic(), ()
                 case "lost" if event.lost.rank == self._rank:

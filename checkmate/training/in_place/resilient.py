@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
@@ -18,26 +18,29 @@ import torch.distributed as dist
 
 from checkmate import state
 from checkmate.base.machine_memory import trim
+from checkmate.base.wording import in_ranges
 from checkmate.errors import CheckmateError
 from checkmate.events.kinds import TRAINER_RANK_LOST
 from checkmate.events.process_log import say
+from checkmate.job.partial import replicas_there
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role
 from checkmate.launch.word import Speaker, Word
 from checkmate.nodes.stubs import Stubs
 from checkmate.ring.place import RingError
+from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import START_BYTES
 from checkmate.training.default_log import show_log
 from checkmate.training.errors import SessionError
-from checkmate.training.in_place.attendance import Attendance, MeetingError
+from checkmate.training.in_place.attendance import Attendance, MeetingError, TrainingEnded
 from checkmate.training.in_place.groups import ProcessGroups, Wrappers
 from checkmate.training.kept_events import keep_events
 from checkmate.training.protect import Protection
 from checkmate.training.record.generators import capture_generators, install_generators
 from checkmate.training.start.all_ranks import RestoreError
 from checkmate.training.start.exchange import ExchangeError
-from checkmate.training.start.named_job import named_job
+from checkmate.training.start.named_job import follow_replicas, whole_job
 from checkmate.training.start.survivor import Loss, Survivor
 
 _log: Final = logging.getLogger("checkmate")
@@ -50,6 +53,8 @@ MEETING_SECONDS: Final = 300.0
 COLLECTIVE_SECONDS: Final = 600.0
 WORD_SECONDS: Final = 5.0
 """Seconds that a failed collective waits for a shadow node's word on which rank is lost."""
+LATE_SECONDS: Final = 30.0
+"""Seconds in which an iteration must have ended after ranks are back; then it is broken off."""
 _ELSEWHERE: Final = (RingError, MeetingError, RestoreError, ExchangeError)
 """Errors of ours that another rank's death may cause. The script itself has caused all others."""
 
@@ -102,8 +107,8 @@ def resilient(
         SessionError: There is a process group already, or the environment contradicts the job.
         Others: The function's own, unless another rank's loss has caused it.
     """
-    job = named_job()
-    rank, world = _own_rank(job)
+    job = whole_job()
+    rank = _own_rank(job)
     if rank == 0:
         show_log()
     keep_events(rank, job.job)
@@ -121,7 +126,7 @@ def resilient(
                 install_generators(dict(initial))
             with Stubs(job, access(job, Role.TRAINER).keys) as stubs:
                 attendance = Attendance(job, rank, stubs, token, trained=Survivor.has_trained)
-                attempt = Attempt(attendance, rank, world, patience, speaker)
+                attempt = Attempt(attendance, job, rank, patience, speaker)
                 try:
                     outcome = attempt.run(train, backend, timeout, wait)
                 finally:
@@ -130,15 +135,19 @@ def resilient(
                 return outcome.result
             failures.add(outcome)
             Survivor.loss = outcome
+    except TrainingEnded as error:
+        _log.info("rank %d: %s", rank, error)
+        raise SystemExit(0) from None
     finally:
         Survivor.is_wanted = False
+        follow_replicas(())
         speaker.close()
         if thaws:
             gc.unfreeze()
 
 
-def _own_rank(job: Job) -> tuple[int, int]:
-    """Return this process's rank, and the number of ranks. Raise `SessionError` if the job has others."""
+def _own_rank(job: Job) -> int:
+    """Return this process's rank. Raise `SessionError` if the environment has others than the job."""
     if dist.is_initialized():
         raise SessionError(
             "checkmate.resilient makes the default process group itself, again after each failure: leave out "
@@ -157,7 +166,7 @@ def _own_rank(job: Job) -> tuple[int, int]:
             "`checkmate launch`, or an agent for each rank: torchrun --nnodes RANKS --node-rank R "
             "--nproc-per-node 1, without --rdzv-backend"
         )
-    return int(rank), total
+    return int(rank)
 
 
 def _has_trained() -> bool:
@@ -199,14 +208,15 @@ class Attempt:
     """One call of the training function, from the meeting on. `close` releases all that belongs to it."""
 
     def __init__(
-        self, attendance: Attendance, rank: int, world: int, patience: float, speaker: Speaker
+        self, attendance: Attendance, job: Job, rank: int, patience: float, speaker: Speaker
     ) -> None:
         self._attendance, self._speaker = attendance, speaker
-        self._rank, self._world = rank, world
+        self._job, self._rank = job, rank
         self._patience = patience
         self._groups: ProcessGroups | None = None
         self._wrappers = Wrappers()
         self._overdue: threading.Timer | None = None
+        self._late: threading.Timer | None = None
         self._undo = ExitStack()
         self._undo.callback(attendance.close)
 
@@ -217,12 +227,12 @@ class Attempt:
         try:
             meeting = self._attendance.await_meeting(wait)
             self._speaker.say(Word.MET)
+            number, world = self._follow(meeting)
             self._attendance.when_lost(self._on_loss)
-            self._groups = ProcessGroups(
-                self._attendance.store(timeout), self._rank, self._world, backend, timeout
-            )
+            self._groups = ProcessGroups(self._attendance.store(timeout), number, world, backend, timeout)
             if self._attendance.loss is not None:  # before there was anything to abort
                 self._groups.abort()
+            self._attendance.when_returned(self._on_return)
             with self._wrappers.watch(broadcast=not meeting.trained):
                 result = train()
             if (protection := Protection.present) is not None:
@@ -233,6 +243,8 @@ class Attempt:
                 self._groups.end()
                 return Completion(result)
             words = self._attendance.loss or self._attendance.verdict
+        except TrainingEnded:
+            raise
         except Exception as error:
             words = self._elsewhere(error)
             if not words:
@@ -253,15 +265,47 @@ class Attempt:
 
     def close(self) -> None:
         """Leave the meeting, and end what watches over it."""
-        if self._overdue is not None:
-            self._overdue.cancel()
+        for timer in (self._overdue, self._late):
+            if timer is not None:
+                timer.cancel()
+        Protection.regrouping = ""
         self._undo.close()
+
+    def _follow(self, meeting: pb.Meeting) -> tuple[int, int]:
+        """Have the script see the job with the replicas that take part; return its rank and world size."""
+        ranks = sorted(meeting.ranks)
+        present = replicas_there(self._job, frozenset(ranks))
+        is_whole = len(ranks) == self._job.rank_count
+        follow_replicas(() if is_whole else present)
+        number = ranks.index(self._rank)
+        os.environ.update({"RANK": str(number), "WORLD_SIZE": str(len(ranks))})
+        if not is_whole and number == 0:
+            _log.warning(
+                "training goes on with %d of %d replicas of the model; others come when they are back",
+                len(present),
+                len(self._job.dp_groups[0].ranks),
+            )
+        return number, len(ranks)
+
+    def _on_return(self) -> None:
+        """Have the function be left at the end of its iteration, or in a while if it marks none."""
+        Protection.regrouping = f"{_words(self._attendance.returned)} back, and takes part from now on"
+        self._late = threading.Timer(LATE_SECONDS, self._leave_at_once)
+        self._late.daemon = True
+        self._late.start()
+
+    def _leave_at_once(self) -> None:
+        """Have collectives fail: the script marks no iterations, or one takes long."""
+        if self._groups is not None:
+            self._groups.abort()
 
     def _elsewhere(self, error: Exception) -> str:
         """Return which rank's loss has caused an error, or ""."""
         attendance = self._attendance
         if attendance.verdict:
             return attendance.verdict
+        if attendance.loss is None and Protection.regrouping:
+            return Protection.regrouping
         is_ours = isinstance(error, CheckmateError) and not isinstance(error, _ELSEWHERE)
         if attendance.loss is None and isinstance(error, RuntimeError | OSError) and not is_ours:
             attendance.await_loss(WORD_SECONDS)
@@ -294,6 +338,10 @@ class Attempt:
             self._groups.release()
         gc.collect()
         trim()  # buckets and buffers come again in other sizes, so that freed memory would add up
+
+
+def _words(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {in_ranges(list(ranks))} {'are' if len(ranks) > 1 else 'is'}"
 
 
 def _forget(error: BaseException) -> None:

@@ -22,6 +22,7 @@ from checkmate.nodes.standing import Lacking, Shard
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record.capture import Watched
+from checkmate.training.start import exchange
 from checkmate.training.start.all_ranks import RestoreError, run_on_all_ranks
 from checkmate.training.start.from_nodes import FetchError, check_way, spread
 from checkmate.training.start.install import InstallError
@@ -35,6 +36,7 @@ from checkmate.training.start.stage_data import (
     say_resumed,
     stages_of_job,
 )
+from checkmate.training.start.survivor import Survivor
 from checkmate.wire.layout import Layout, from_json
 
 _SOURCE: Final = "the shadow nodes' state"
@@ -48,6 +50,7 @@ def resume(
     Raises:
         RestoreError: It can't be read, or doesn't fit the script. No older state may take its place.
     """
+    Survivor.take()  # of other ranks: what it has kept is read like all else
     groups = stages_of_job(place, watched)
     read = partial(_install, place, watched, stubs, plan, groups, time.monotonic() + timeout)
     resumed, trouble, _ = run_on_all_ranks(place, read)
@@ -60,7 +63,10 @@ def resume(
             f"assembled from the shadow nodes: {trouble}. {BY_DISK}"
         )
     say_resumed(place, resumed, _SOURCE, f" of {before} (now {now})")
-    return Start(plan, plan.iteration + 1, record=resumed.record, copied=watched.copied), resumed.extra
+    flags = exchange.gather(Survivor.loss is not None, name_of=place.name_of)
+    stayed = [rank for rank, has_stayed in enumerate(flags) if has_stayed]
+    start = Start(plan, plan.iteration + 1, record=resumed.record, copied=watched.copied, stayed=stayed)
+    return start, resumed.extra
 
 
 def _install(

@@ -8,12 +8,14 @@ before is taken from the user's cache.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from checkmate.job.kept import CheckedJob, keep, read_kept
+from checkmate.job.partial import with_replicas
 from checkmate.job.schema import JOB_VARIABLE, Job
 from checkmate.training.errors import SessionError
 
@@ -21,8 +23,26 @@ _last_job: dict[Path, CheckedJob] = {}
 """By the absolute path of the job file; the last one only."""
 
 
+_present: list[int] = []
+"""The replicas of the job that are there; none are named if all are."""
+
+
+def follow_replicas(present: Sequence[int]) -> None:
+    """Have `named_job` return the job with these replicas alone; all, if none are named."""
+    _present[:] = present
+
+
 def named_job() -> Job:
-    """Return the job that CHECKMATE_JOB names. Raise `SessionError` if there is none."""
+    """Return the job that CHECKMATE_JOB names, with the replicas that are there.
+
+    Raise `SessionError` if there is none.
+    """
+    job = whole_job()
+    return with_replicas(job, _present) if _present else job
+
+
+def whole_job() -> Job:
+    """Return the job that CHECKMATE_JOB names, with all replicas. Raise `SessionError` if there is none."""
     name = os.environ.get(JOB_VARIABLE)
     if not name:
         raise SessionError(f"{JOB_VARIABLE} is not set: set it to the path of the job's YAML")

@@ -17,6 +17,7 @@ from checkmate import state
 from checkmate.base.wording import counted
 from checkmate.consolidate.chunks import Box
 from checkmate.consolidate.stages import Trained, stages
+from checkmate.job.partial import present_of
 from checkmate.job.schema import Job
 from checkmate.optim.options import OUTSIDE, put_options
 from checkmate.optim.supported import options_of
@@ -285,17 +286,26 @@ class StageRanks:
 
     ranks: tuple[int, ...]
     tp: int = 1
+    present: tuple[int, ...] = ()
+    """The replicas of the model that are there; none are named if all are."""
 
     @classmethod
     def of_stage(cls, job: Job, groups: Collection[int]) -> StageRanks:
         """Return those of a job's stage of these DP groups."""
         ranks = (rank.rank for group in groups for rank in job.dp_groups[group].ranks)
-        return cls(tuple(sorted(ranks)), 1 if job.mesh is None else job.mesh.tp)
+        return cls(tuple(sorted(ranks)), 1 if job.mesh is None else job.mesh.tp, present_of(job))
 
     @property
     def places(self) -> dict[tuple[int, int], int]:
-        """The ranks, by place."""
-        return {divmod(number, self.tp): rank for number, rank in enumerate(self.ranks)}
+        """The ranks, by their places in the whole job."""
+        return {divmod(self._whole_number(i), self.tp): rank for i, rank in enumerate(self.ranks)}
+
+    def _whole_number(self, number: int) -> int:
+        """Return the number that a rank of the stage has if all replicas are there."""
+        if not self.present:
+            return number
+        of_replica = len(self.ranks) // len(self.present)
+        return self.present[number // of_replica] * of_replica + number % of_replica
 
 
 @dataclass(frozen=True)
@@ -312,7 +322,8 @@ class Counterparts:
         Up to protocol 4 it does not name its ranks. All of them have random generators.
         """
         ranks, tp = stage_data.get("ranks", sorted(stage_data["rng"])), stage_data.get("tp", present.tp)
-        return cls(StageRanks(tuple(ranks), tp), present)
+        replicas = tuple(stage_data.get("present", ()))
+        return cls(StageRanks(tuple(ranks), tp, replicas), present)
 
     @cached_property
     def of_rank(self) -> Mapping[int, int]:

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.group import CallRefused
-from checkmate.shadow.logic.meeting import Meetings, RankStore, Seat
+from checkmate.shadow.logic.meeting import Meetings, Quorum, RankStore, Seat
 
 RANKS = 3
 
@@ -149,3 +149,108 @@ def test_a_store_does_what_one_of_pytorch_does(operations: list[tuple[object, ..
             assert ours.has([key]) == theirs.check([key])
             if ours.has([key]):
                 assert ours.get([key]) == [theirs.get(key)]
+
+
+REPLICAS = [frozenset((0, 1)), frozenset((2, 3)), frozenset((4, 5))]
+QUORUM = Quorum(REPLICAS, least=2, seconds=10.0)
+
+
+def come(meetings: Meetings, now: float, *ranks: int) -> list[Seat]:
+    return [meetings.sit(rank, bytes([rank]), trained=False, now=now) for rank in ranks]
+
+
+def kinds(seat: Seat) -> list[str | None]:
+    return [event.WhichOneof("kind") for event in seat.take()]
+
+
+def test_enough_replicas_begin_after_a_while() -> None:
+    """One of which a rank is missing waits; it is told of the others, and they of it once it is whole."""
+    meetings = Meetings(range(6), QUORUM)
+    first = come(meetings, 0.0, 0, 1, 2, 4, 5)
+    meetings.tick(9.9)
+    assert not any(kinds(seat) for seat in first)
+    assert meetings.missing == [3]
+    meetings.tick(10.0)
+    (two,) = [seat for seat in first if seat.rank == 2]
+    assert [list(seat.take()[0].meeting.ranks) for seat in first if seat is not two] == [[0, 1, 4, 5]] * 4
+    assert kinds(two) == []
+    assert meetings.others_train
+    come(meetings, 20.0, 3)
+    returned = [seat.take() for seat in first if seat is not two]
+    assert [list(event.returned.ranks) for events in returned for event in events] == [[2, 3]] * 4
+    meetings.tick(21.0)
+    assert not any(kinds(seat) for seat in first)
+    last = come(meetings, 22.0, 0, 1, 4, 5)
+    assert [list(seat.take()[-1].meeting.ranks) for seat in last] == [[*range(6)]] * 4
+
+
+def test_those_who_were_away_before_are_not_waited_for() -> None:
+    """A rank of the last meeting is, because it is started again."""
+    meetings = Meetings(range(6), QUORUM)
+    come(meetings, 0.0, 0, 1, 2, 3)
+    meetings.tick(10.0)
+    assert list(meetings.session(_present(meetings)).seats) == [0, 1, 2, 3]
+    come(meetings, 30.0, 0, 1, 2)
+    assert not meetings.others_train
+    meetings.tick(31.0)
+    assert not meetings.others_train
+    come(meetings, 32.0, 3)
+    assert meetings.others_train
+
+
+def _present(meetings: Meetings) -> bytes:
+    assert meetings._session is not None
+    return meetings._session.id
+
+
+def test_too_few_replicas_wait_for_ever() -> None:
+    meetings = Meetings(range(6), QUORUM)
+    come(meetings, 0.0, 0, 1, 2)
+    meetings.tick(1e6)
+    assert not meetings.others_train
+
+
+def test_those_who_wait_hear_that_training_has_ended() -> None:
+    meetings = Meetings(range(6), QUORUM)
+    seats = come(meetings, 0.0, 0, 1, 2, 3, 4)
+    meetings.tick(10.0)
+    for seat in seats:
+        seat.take()
+    for rank in range(4):
+        meetings.conclude(_present(meetings), rank, "")
+    assert [kinds(seat) for seat in seats] == [["concluded"]] * 5
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["come", "leave", "tick"])), max_size=60))
+def test_a_meeting_is_of_whole_replicas_and_nobody_is_forgotten(acts: list[tuple[int, str]]) -> None:
+    meetings, now = Meetings(range(6), QUORUM), 0.0
+    waiting: dict[int, Seat] = {}
+
+    def check() -> None:
+        session = meetings._session
+        if session is not None and not session.over:
+            whole = [replica for replica in REPLICAS if replica <= session.seats.keys()]
+            assert set().union(*whole) == session.seats.keys()
+            assert len(whole) >= QUORUM.least
+
+    for rank, act in acts:
+        now += 3.0
+        if act == "come":
+            (waiting[rank],) = come(meetings, now, rank)
+        elif act == "leave" and rank in waiting:
+            meetings.leave(waiting.pop(rank))
+        else:
+            meetings.tick(now)
+        check()
+    # All come again, each time that it hears of a loss or of others who are back.
+    for _ in range(3):
+        for rank in range(6):
+            now += 1.0
+            seat = waiting.get(rank)
+            if seat is None or seat.session is None or seat.session.over or "returned" in kinds(seat):
+                (waiting[rank],) = come(meetings, now, rank)
+            check()
+    assert meetings._session is not None
+    assert meetings._session.seats.keys() == set(range(6))
+    assert not meetings.missing or len(meetings.missing) == 6
