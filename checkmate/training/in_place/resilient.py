@@ -136,6 +136,7 @@ def resilient(
             failures.add(outcome)
             Survivor.loss = outcome
     except TrainingEnded as error:
+        show_log()
         _log.info("rank %d: %s", rank, error)
         raise SystemExit(0) from None
     finally:
