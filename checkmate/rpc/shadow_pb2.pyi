@@ -1248,21 +1248,49 @@ class BeginReply(google.protobuf.message.Message):
 
     WARNINGS_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
+    FILLED_FIELD_NUMBER: builtins.int
     protocol: builtins.int
     @property
     def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """such as another version of torch"""
+
+    @property
+    def filled(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FilledShard]:
+        """Parameters that the node takes from the state of former ranks by itself."""
 
     def __init__(
         self,
         *,
         warnings: collections.abc.Iterable[builtins.str] | None = ...,
         protocol: builtins.int = ...,
+        filled: collections.abc.Iterable[Global___FilledShard] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["protocol", b"protocol", "warnings", b"warnings"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["filled", b"filled", "protocol", b"protocol", "warnings", b"warnings"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BeginReply: typing_extensions.TypeAlias = BeginReply
+
+@typing.final
+class FilledShard(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: builtins.int
+    PARAMETERS_FIELD_NUMBER: builtins.int
+    shard: builtins.int
+    @property
+    def parameters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """in the layout"""
+
+    def __init__(
+        self,
+        *,
+        shard: builtins.int = ...,
+        parameters: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["parameters", b"parameters", "shard", b"shard"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___FilledShard: typing_extensions.TypeAlias = FilledShard
 
 @typing.final
 class RefusedRequest(google.protobuf.message.Message):

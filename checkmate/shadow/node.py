@@ -35,6 +35,7 @@ from checkmate.shadow.receive.hold_plans import hold_plans
 from checkmate.shadow.receive.inlet import Inlet
 from checkmate.shadow.receive.stream_threads import Connector, MakeSource, StreamSource
 from checkmate.shadow.resources import HoldResources
+from checkmate.state import StateError
 
 log = logging.getLogger("checkmate")
 
@@ -215,6 +216,18 @@ class Node:
             snapshot = resources.snapshot()
             with self.moving() as state:
                 state.end_load(hold, snapshot)
+
+    def run_beside(self, work: Callable[[], None], name: str) -> None:
+        """Do something in a thread of its own. If it fails, holds ask trainers for what they lack."""
+
+        def run() -> None:
+            try:
+                work()
+            except (StateError, LookupError, RuntimeError) as error:
+                if not self.stopping:
+                    log.warning("%s: %s; trainers are asked for it", name, error)
+
+        threading.Thread(target=run, name=name, daemon=True).start()
 
     def close(self) -> None:
         """End all threads and close all sockets."""

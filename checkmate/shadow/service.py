@@ -22,7 +22,6 @@ from checkmate.keys.contexts import server_credentials
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS, SUPERSEDED
-from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.admission import CallerCheck
 from checkmate.shadow.calls import begin, events, fence, leave, transfer
 from checkmate.shadow.calls.begin import status
@@ -105,10 +104,7 @@ class ShadowService(rpc.ShadowServicer):
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
         caller = host_of_call(context.peer())
-        return self._answer(
-            context,
-            lambda: pb.BeginReply(protocol=PROTOCOL, warnings=begin.begin(self._node, request, caller)),
-        )
+        return self._answer(context, lambda: begin.begin(self._node, request, caller))
 
     def Refused(self, request: pb.RefusedRequest, context: grpc.ServicerContext) -> pb.RefusedReply:
         self._answer(context, lambda: begin.keep_refusal(self._node, request))

@@ -196,7 +196,9 @@ def protect(
         start = restored or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
         handover.hold()
         undo.callback(handover.release)
-        if start.stayed and start.keep:  # nodes have kept their state, and others join during training
+        if start.stayed and not getattr(
+            start.plan, "former", b""
+        ):  # nodes have kept their state, and others join during training
             deadline = min(deadline, time.monotonic() + IN_PLACE_SECONDS)
         run = ProtectedRun(place=place, start=start, watched=watched, layouts=layouts, optimizer=spec)
         protection = _assemble(run, stubs, deadline, undo, required=required)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+import torch
 import yaml
 
 from checkmate.job.files import read_job
 from checkmate.job.partial import replicas_there, with_replicas
 from checkmate.job.schema import Job
 from checkmate.nodes.other_ranks import OtherRanks, held_states, job_of, job_ranks, ranks_digest
+from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.calls.begin import node_status
+from checkmate.shadow.former_state import FormerChunk, FormerState
 from checkmate.shadow.own_file import OwnJobFile
+from checkmate.shadow.replica.replica import Replica
 from checkmate.state import SeedReader
+from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.parameter import Parameter
 from testbed.small_training import RUN, START, SmallTraining
 from tests.support.job_files import meshed, write
 from tests.support.labs.end_hosts import needs_buffers
@@ -261,3 +269,81 @@ def test_a_start_with_other_ranks_has_the_node_read_its_file(tmp_path: Path) -> 
         status = node_status(here.nodes[0].node, job.job)
         assert status.former.job_ranks == job_ranks(here.job)
         assert [hold.streams for hold in status.holds] == [2]
+
+
+@needs_buffers
+def test_what_a_node_has_of_former_ranks_is_not_sent_again(here: World) -> None:
+    former = stopped(here)
+    job = with_ranks(here.job, 2)
+    for serving in here.nodes.values():
+        serving.node.take_up(job)
+    training = SmallTraining(job, here.copies)
+    training.start, training.continues = b"of two ranks".ljust(16), START
+    training.incarnation, training.first, training.iteration = 1, LAST + 1, LAST
+    training.states[LAST] = former.states[LAST]
+    for node in here.nodes:
+        request = training.begin_request(keep=True)
+        reply = training.stubs[node].Begin(request, timeout=10)
+        assert [(filled.shard, sorted(filled.parameters)) for filled in reply.filled] == [
+            (node, sorted(training.layout.of_shard(node)))
+        ]
+    wait_until(lambda: all(here.status(node).holds[0].seeded for node in here.nodes), "state")
+    for node in here.nodes:
+        read = here.resources(node).replica.read(LAST)
+        for number, tensor, values in read:
+            expected, entries = former.states[LAST][number]
+            assert torch.equal(tensor, expected)
+            assert all(
+                torch.equal(torch.as_tensor(values[name]), torch.as_tensor(entries[name])) for name in entries
+            )
+    assert [serving.node.state.tally.seeds for serving in here.nodes.values()] == [1, 1]  # the first start's
+    # Of another start's state, nothing is taken.
+    training.start = b"another".ljust(16)
+    training.continues = b"unknown".ljust(16)
+    training.incarnation = 2
+    assert not training.stubs[0].Begin(training.begin_request(keep=True), timeout=10).filled
+    training.close()
+
+
+def chunk(name: str, rows: slice, whole: tuple[int, int]) -> Parameter:
+    shape = (rows.stop - rows.start, whole[1])
+    return Parameter(name, shape, "float32", whole=whole, offset=(rows.start, 0))
+
+
+def replica_of(parameters: list[Parameter], tensors: list[torch.Tensor]) -> tuple[Layout, Replica]:
+    """Return a replica with AdamW's state after iteration 4, which is 1 and 2 more than the parameter."""
+    layout = make_layout(parameters, 1)
+    options = options_of(torch.optim.AdamW(tensors).param_groups[0])
+    group = pb.ParamGroup(parameters=range(len(parameters)), options=options)
+    spec = pb.OptimizerSpec(name="torch.optim.AdamW", groups=[group])
+    replica = Replica(layout, 0, spec, exact=True)
+    for number, tensor in enumerate(tensors):
+        entries: dict[str, object] = {"step": torch.tensor(5.0)}
+        entries |= {"exp_avg": tensor + 1, "exp_avg_sq": tensor + 2}
+        replica.load(number, tensor.clone(), entries, 4)
+    return layout, replica
+
+
+@pytest.mark.parametrize("cuts", [(0, 6), (0, 2, 6), (0, 1, 3, 6)])
+@pytest.mark.parametrize("rows", [slice(0, 6), slice(1, 5), slice(2, 3)])
+def test_any_part_is_filled_from_chunks_that_contain_it(cuts: tuple[int, ...], rows: slice) -> None:
+    whole = torch.arange(24.0).view(6, 4)
+    chunks: dict[tuple[str, str], list[Any]] = {}
+    for start, stop in itertools.pairwise(cuts):
+        parameter = chunk("w", slice(start, stop), (6, 4))
+        _, replica = replica_of([parameter], [whole[start:stop]])
+        chunks.setdefault(("w", ""), []).append(FormerChunk(parameter, 0, replica))
+    layout = make_layout([chunk("w", rows, (6, 4)), chunk("other", rows, (6, 4))], 1)
+    former = FormerState(4, chunks)
+    assert former.covered(layout, [0, 1]) == [0]
+    (lot,) = former.fill(layout, [0])
+    tensor, entries = lot[0]
+    assert torch.equal(tensor.view(-1, 4), whole[rows])
+    assert entries["step"] == 5.0
+    for name, more in (("exp_avg", 1), ("exp_avg_sq", 2)):
+        entry = entries[name]
+        assert isinstance(entry, torch.Tensor)
+        assert torch.equal(entry.view(-1, 4), whole[rows] + more)
+    if len(cuts) > 2:
+        missing = FormerState(4, {("w", ""): chunks["w", ""][1:]})
+        assert missing.covered(layout, [0]) == ([0] if rows.start >= cuts[1] else [])

@@ -105,6 +105,24 @@ def test_another_mesh_resumes_from_memory_as_from_disk(
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
+def test_a_start_that_ends_before_its_first_iteration_loses_nothing(folder: Path) -> None:
+    """Nodes have filled their new holds by themselves, and got the record apart from seeds."""
+    job = MeshJob(folder, "fsdp-2")
+    with job.nodes():
+        job.train_on("first", "fsdp-2", 6)
+        job.command("consolidate", str(job.file), "--format", "torch", "--out", str(folder / "on-disk"))
+        job.change("ddp-3")
+        job.train_on("nothing", "ddp-3", 6)
+        job.train_on("from-memory", "ddp-3", 9)
+        assert "resumed from the shadow nodes: iteration 6 comes next" in job.log("from-memory")
+    with job.nodes():
+        job.train_on("from-disk", "ddp-3", 9, folder / "on-disk")
+    for rank in range(3):
+        assert job.lines("from-memory", rank) == job.lines("from-disk", rank) != []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
 def test_a_node_without_the_new_job_file_is_named(folder: Path) -> None:
     """Nothing is lost: with the file as it was, training goes on."""
     job = MeshJob(folder, "ddp-2")

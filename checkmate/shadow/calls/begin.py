@@ -18,6 +18,7 @@ from checkmate.optim.kernel import Arithmetic, compile_for, is_recorded
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow import memory
+from checkmate.shadow.former_state import FormerState
 from checkmate.shadow.logic.bounds import check_begin, check_protocol, check_refused
 from checkmate.shadow.logic.group import (
     CallRefused,
@@ -38,8 +39,8 @@ from checkmate.state import DTYPES
 from checkmate.wire.layout import Layout
 
 
-def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
-    """Create the group's holds and connect their streams. Return warnings. `caller`: the caller's address.
+def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> pb.BeginReply:
+    """Create the group's holds and connect their streams. `caller`: the caller's address.
 
     If this start of training has begun already, it only notes how far trainers are. Raises `CallRefused` if
     the request is wrong.
@@ -56,7 +57,7 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
         old = state.groups.get(request.group)
         if old and start_of(old.begin) == start and old.layout.fingerprint == layout.fingerprint:
             old.reach(request.next_iteration)
-            return _warnings(node, old)
+            return pb.BeginReply(protocol=PROTOCOL, warnings=_warnings(node, old))
         # Holders of a shard may have different bits, if a GPU's are repeated by one and not by another: the
         # trainers have read only one of them.
         alike = node.job.replicas == 1 or not (_is_gpu(request))
@@ -71,7 +72,30 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
     number, incarnation, first = request.group, request.incarnation, request.next_iteration
     event = TRAINING_BEGUN(group=number, incarnation=incarnation, iteration=first)
     say(logging.INFO, event, "DP group %d: incarnation %d begins at iteration %d", number, incarnation, first)
-    return _warnings(node, group)
+    reply = pb.BeginReply(protocol=PROTOCOL, warnings=_warnings(node, group))
+    if request.keep and alike and request.next_iteration == request.first_iteration:
+        _fill(node, group, reply)
+    return reply
+
+
+def _fill(node: Node, group: ShadowGroup, reply: pb.BeginReply) -> None:
+    """Have holds take in the background what the node has of former ranks; note in the reply what that is."""
+    last = group.begin.first_iteration - 1
+    with node.state_changed:
+        former = FormerState.of(node.state.former, node.resources, last, group.begin.continues)
+    work = {}
+    for hold in group.holds:
+        if numbers := former.covered(group.layout, hold.wanted_parameters()):
+            work[hold] = numbers
+            reply.filled.add(shard=hold.plan.shard, parameters=numbers)
+
+    def fill() -> None:
+        for hold, numbers in work.items():
+            for lot in former.fill(group.layout, numbers):
+                node.load(hold, last, lot)
+
+    if work:
+        node.run_beside(fill, f"former state of DP group {group.begin.group}")
 
 
 def _take_up(node: Node, request: pb.BeginRequest) -> None:

@@ -95,6 +95,8 @@ class Line:
         self.stub = stub
         self.begin_accepted = threading.Event()
         """Set once the node has accepted `begin`, or if there is none."""
+        self.filled: dict[int, frozenset[int]] = {}
+        """Parameters that the node takes from the state of former ranks by itself, by shard."""
         self._begin = begin
         self._on_reply = on_reply
         self._on_begun = on_begun
@@ -218,6 +220,7 @@ class Line:
             raise
         if different := mismatch(reply.protocol, "the node", "this trainer"):
             raise OtherVersion(different)
+        self.filled = {filled.shard: frozenset(filled.parameters) for filled in reply.filled}
         for warning in (shortened(text, _TEXT_MAX) for text in reply.warnings[:_WARNINGS_MAX]):
             if warning not in self._warnings:
                 self._warnings.add(warning)

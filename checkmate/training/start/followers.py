@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -166,10 +167,15 @@ class Followers:
         if place.first:
             for line in self.lines:
                 line.begin_accepted.wait(max(deadline - time.monotonic(), 0))
-        node_ids = [line.node.id for line in self.lines if line.begin_accepted.is_set()]
-        node_ids = exchange.gather(node_ids if place.first else None, name_of=place.name_of)[place.spokesman]
-        seeders = {node: seeder for node, seeder in self._seeders.items() if node in node_ids}
-        seed_at_start(place, opening.layout, opening.start, seeders)
+        begun = [
+            [line.node.id, [[shard, *sorted(numbers)] for shard, numbers in line.filled.items()]]
+            for line in self.lines
+            if line.begin_accepted.is_set()
+        ]
+        begun = exchange.gather(begun if place.first else None, name_of=place.name_of)[place.spokesman]
+        filled = {node: {shard: set(numbers) for shard, *numbers in shards} for node, shards in begun}
+        seeders = {node: seeder for node, seeder in self._seeders.items() if node in filled}
+        seed_at_start(place, opening.layout, opening.start, seeders, filled)
         if place.first:
             give_buffers(place, opening.buffers, opening.start, seeders, deadline)
         waiting = ""
@@ -318,20 +324,32 @@ class Followers:
         say(logging.WARNING, event, "shadow node %d: %s", node, words)
 
 
-def seed_at_start(place: Place, layout: Layout, start: Start, seeders: Mapping[int, Seeder]) -> None:
+def seed_at_start(
+    place: Place,
+    layout: Layout,
+    start: Start,
+    seeders: Mapping[int, Seeder],
+    filled: Mapping[int, Mapping[int, Set[int]]] = MappingProxyType({}),
+) -> None:
     """Send this rank's share of the shards to every holder that has not kept its state.
 
-    `seeders` has the nodes that have begun.
+    Args:
+        place: This rank's place.
+        layout: The layout of its DP group.
+        start: The start of training.
+        seeders: Those of the nodes that have begun.
+        filled: Parameters that nodes have of former ranks, by node and shard.
     """
     plan = start.plan
-    holders = plan.holders if start.keep and isinstance(plan, FromNodes) else {}
+    holders = plan.holders if start.same_holds and isinstance(plan, FromNodes) else {}
     for shard in range(place.shards):
         if not (numbers := seeded_by(place, layout, shard)):
             continue
         seeded = holders.get((place.group, shard), ())
         for node in place.holders(shard):
             if node.id in seeders and node.id not in seeded:
-                seeders[node.id].want(shard, numbers)
+                by_itself = filled.get(node.id, {}).get(shard, frozenset())
+                seeders[node.id].want(shard, [number for number in numbers if number not in by_itself])
 
 
 def give_buffers(
@@ -342,16 +360,20 @@ def give_buffers(
     Records carry buffers too, but only a few MiB at a time: until all have arrived, no iteration is complete.
     A warning names the nodes that have not received all buffers.
     """
-    if not buffers.names - start.record.buffers.keys():
-        return
     iteration = start.next_iteration - 1
-    records = [
-        pb.IterationRecord(
-            iteration=iteration,
-            buffers={name: state.dumps(later()) for name, later in lot.items()},
+    plan = start.plan
+    # A node that needs no seeds gets the record apart from them, which comes with seeds otherwise.
+    records = [start.record] if isinstance(plan, FromNodes) and plan.former else []
+    if buffers.names - start.record.buffers.keys():
+        records += (
+            pb.IterationRecord(
+                iteration=iteration,
+                buffers={name: state.dumps(later()) for name, later in lot.items()},
+            )
+            for lot in buffers.all()
         )
-        for lot in buffers.all()
-    ]
+    if not records:
+        return
     for node, seeder in seeders.items():
         shard = next(s for s in range(place.shards) if node in [holder.id for holder in place.holders(s)])
         seeder.give(shard, records)

@@ -65,7 +65,8 @@ def resume(
     say_resumed(place, resumed, _SOURCE, f" of {before} (now {now})")
     flags = exchange.gather(Survivor.loss is not None, name_of=place.name_of)
     stayed = [rank for rank, has_stayed in enumerate(flags) if has_stayed]
-    start = Start(plan, plan.iteration + 1, record=resumed.record, copied=watched.copied, stayed=stayed)
+    start = Start(plan, plan.iteration + 1, keep=True, record=resumed.record, copied=watched.copied)
+    start.stayed = stayed
     return start, resumed.extra
 
 

@@ -34,7 +34,7 @@ from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.copied_state import CopiedState, Follow, copied_state_of
 from checkmate.training.record.generators import RestoredTensors
 from checkmate.training.start import exchange
-from checkmate.training.start.plans import RestartPlan
+from checkmate.training.start.plans import FromNodes, RestartPlan
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import described, parameter_of
 from checkmate.wire.schedule import RING_SLICING, Slicing, side_of
@@ -330,6 +330,11 @@ class Start:
     """The ranks whose processes have stayed over a failure, after which they restart in place."""
     survivors: Sequence[int] = ()
     """Those of them that have kept parameters and optimizer state."""
+
+    @property
+    def same_holds(self) -> bool:
+        """Whether nodes go on with the same holds, and not with what other ranks have left of the state."""
+        return self.keep and not (isinstance(self.plan, FromNodes) and self.plan.former)
 
 
 class Handover(AttachedData):
