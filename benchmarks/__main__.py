@@ -50,6 +50,7 @@ SUITES = {
     "recovery": "training.recovery",
     "in_place": "training.in_place",
     "many_recoveries": "training.many_recoveries",
+    "fewer_replicas": "training.fewer_replicas",
 }
 """The module of each benchmark."""
 
