@@ -7,16 +7,15 @@ the other, the ranks go on without it after a second, which is less than a new p
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 import yaml
@@ -73,6 +72,9 @@ class LoopbackTraining(contextlib.ExitStack):
         super().__init__()
         self._folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="checkmate-bench-")))
         self._job, self._options = self._folder / "job.yaml", options
+        self._lines: list[tuple[float, int]] = []
+        """The times at which rank 0 has completed iterations, and these."""
+        self._seen = 0
         node = {"id": 0, "mgmt": f"127.0.0.1:{free_port()}"}
         data = {"job": "bench", "copies": "host", "ranks": RANKS, "shadow_nodes": [node], **settings}
         self._job.write_text(yaml.safe_dump(data))
@@ -97,35 +99,34 @@ class LoopbackTraining(contextlib.ExitStack):
             rank: Its number in the whole job, which is not 0.
             stops: How many gaps to wait for: one of the loss, and perhaps one of the return.
         """
-        usual = self._gaps(_APART)
+        self._watch(lambda: len(self._lines) >= self._seen + _APART)
+        before = len(self._restarts())
         self._terminate(rank)
-        result: list[float] = []
-        last = time.monotonic()
-        count, deadline = self._count(0), time.monotonic() + _SECONDS
-        while len(result) < stops:
-            if self._ranks.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the ranks failed:\n{self._output('ranks')}")
-            if (now_count := self._count(0)) > count:
-                count, now = now_count, time.monotonic()
-                if now - last > 3 * median(usual) + 0.1:
-                    result.append(now - last)
-                last = now
-            time.sleep(_POLL)
-        self._gaps(_APART)
+        self._watch(
+            lambda: len(self._restarts()) >= before + stops and self._lines[-1][1] >= self._restarts()[-1]
+        )
+        first = self._seen
+        self._seen = len(self._lines)
+        result = []
+        for iteration in self._restarts()[before : before + stops]:
+            number = max(n for n in range(first, self._seen) if self._lines[n][1] == iteration)
+            result.append(self._lines[number][0] - self._lines[number - 1][0])
         return result
 
-    def _gaps(self, iterations: int) -> list[float]:
-        """Wait for iterations of rank 0, and return the times between them."""
-        times: list[float] = []
-        count, deadline = self._count(0), time.monotonic() + _SECONDS
-        while len(times) <= iterations:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no iterations:\n{self._output('ranks')}")
-            if (now_count := self._count(0)) > count:
-                count = now_count
-                times.append(time.monotonic())
+    def _restarts(self) -> list[int]:
+        """Return the iterations with which ranks have begun again."""
+        return [int(text) for text in re.findall(r"iteration (\d+) comes next", self._output("ranks"))]
+
+    def _watch(self, is_there: Callable[[], bool]) -> None:
+        """Note rank 0's iterations and their times until a condition is true."""
+        deadline = time.monotonic() + _SECONDS
+        while not is_there():
+            if self._ranks.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the ranks failed:\n{self._output('ranks')[-5000:]}")
+            lines = (self._folder / "rank0.jsonl").read_text().splitlines()
+            now = time.monotonic()
+            self._lines += [(now, int(json.loads(line)["iteration"])) for line in lines[len(self._lines) :]]
             time.sleep(_POLL)
-        return [after - before for before, after in itertools.pairwise(times)]
 
     def repeated(self) -> float:
         """Return how many completed iterations were repeated."""

@@ -1,6 +1,6 @@
 """A script that trains one model on any mesh, with copies by hosts.
 
-Usage: python -m tests.scripts.any_mesh KIND FOLDER ITERATIONS [SECONDS]
+Usage: python -m tests.scripts.any_mesh KIND FOLDER ITERATIONS [SECONDS] [--digests]
 
 Kinds: `ddp`; `fsdp`, without replicas; `hsdp`, two replicas; `tensor`, FSDP of what tensor parallelism has
 split in two. Each rank notes the digest of the state that it has restored, and each iteration's loss.
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
@@ -67,9 +68,27 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return result.hexdigest()
 
 
+def whole_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return a digest of the whole model and its optimizer's state: the same on all ranks and meshes."""
+    result = hashlib.sha256()
+    for name, parameter in sorted(inner(model).named_parameters()):
+        entries = sorted(optimizer.state.get(parameter, {}).items())
+        for tensor in (parameter, *(value for _, value in entries)):
+            whole: Any = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            result.update(name.encode())
+            result.update(bytes(state.bytes_of(whole.detach().contiguous().clone())))
+    return result.hexdigest()
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """Return the model within its wrapper."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 def main() -> None:
     """Resume, and train up to an iteration."""
-    name, folder, iterations, *more = sys.argv[1:]
+    name, folder, iterations, *more = [argument for argument in sys.argv[1:] if argument != "--digests"]
+    has_digests = "--digests" in sys.argv
     kind, _, optimizer_name = name.partition("-")
     seconds = float(more[0]) if more else 0.0
     dist.init_process_group("gloo")
@@ -89,11 +108,10 @@ def main() -> None:
         file.open("a") as log,
         checkmate.protect(model, optimizer, scheduler=scheduler, extra=lambda: count) as protection,
     ):
-        print(
-            json.dumps({"begin": begin, "count": count, "state": digest(model, optimizer)}),
-            file=log,
-            flush=True,
-        )
+        first: dict[str, Any] = {"begin": begin, "count": count, "state": digest(model, optimizer)}
+        if has_digests:
+            first["whole"] = whole_digest(model, optimizer)
+        print(json.dumps(first), file=log, flush=True)
         for iteration in protection.steps(range(begin, int(iterations))):
             data = torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 * iteration + sample))
             loss = model(data).square().mean()
@@ -102,9 +120,10 @@ def main() -> None:
             scheduler.step()
             model.zero_grad()
             count += 1
-            print(
-                json.dumps({"iteration": iteration, "loss": float(loss.detach()).hex()}), file=log, flush=True
-            )
+            line: dict[str, Any] = {"iteration": iteration, "loss": float(loss.detach()).hex()}
+            if has_digests:
+                line["whole"] = whole_digest(model, optimizer)
+            print(json.dumps(line), file=log, flush=True)
             time.sleep(seconds)
     dist.destroy_process_group()
 
