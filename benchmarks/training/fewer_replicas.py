@@ -102,9 +102,9 @@ class LoopbackTraining(contextlib.ExitStack):
         self._watch(lambda: len(self._lines) >= self._seen + _APART)
         before = len(self._restarts())
         self._terminate(rank)
-        self._watch(
-            lambda: len(self._restarts()) >= before + stops and self._lines[-1][1] >= self._restarts()[-1]
-        )
+        self._watch(lambda: len(self._restarts()) >= before + stops)
+        count = len(self._lines)
+        self._watch(lambda: len(self._lines) > count + 1)
         first = self._seen
         self._seen = len(self._lines)
         result = []
