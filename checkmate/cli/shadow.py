@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -182,11 +183,27 @@ def _is_own(host: str) -> bool:
 def stopping() -> Iterator[threading.Event]:
     """Yield an event that Ctrl-C or SIGTERM sets, so that the node ends cleanly with exit status 0."""
     stopped = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+
+    def wait() -> None:
+        os.read(reading, 1)
+        stopped.set()
+
+    def note(*_: object) -> None:
+        # Another thread sets the event: this one may have the event's lock, as it waits, when a signal comes.
+        with suppress(BlockingIOError):  # there were many signals
+            os.write(writing, b"\0")
+
+    os.set_blocking(writing, False)
+    waiting = threading.Thread(target=wait, name="signals", daemon=True)
+    waiting.start()
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stopped
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        note()
+        waiting.join()
+        os.close(reading)
+        os.close(writing)

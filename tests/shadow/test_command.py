@@ -8,6 +8,8 @@ import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -251,3 +253,30 @@ def answers(job: Job) -> bool:
         return status(job, 0).node == 0
     except grpc.RpcError:
         return False
+
+
+def test_many_signals_at_once_end_a_node_like_one() -> None:
+    """A handler may run while the main thread has a lock, also that of the event for which it waits."""
+    script = """
+import time
+from checkmate.cli.shadow import stopping
+with stopping() as stopped:
+    print("ready", flush=True)
+    while not stopped.wait(0.0001):
+        pass
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        stopped.wait(0.0001)
+print("ended", flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    end = time.monotonic() + 0.7
+    while time.monotonic() < end:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.0002)  # else handlers run within handlers, as deep as Python lets them
+    try:
+        assert process.communicate(timeout=20)[0] == "ended\n"
+    finally:
+        process.kill()
