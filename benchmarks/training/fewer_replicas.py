@@ -74,7 +74,7 @@ class LoopbackTraining(contextlib.ExitStack):
         self._job, self._options = self._folder / "job.yaml", options
         self._lines: list[tuple[float, int]] = []
         """The times at which rank 0 has completed iterations, and these."""
-        self._seen = 0
+        self._read_lines = 0
         node = {"id": 0, "mgmt": f"127.0.0.1:{free_port()}"}
         data = {"job": "bench", "copies": "host", "ranks": RANKS, "shadow_nodes": [node], **settings}
         self._job.write_text(yaml.safe_dump(data))
@@ -99,17 +99,17 @@ class LoopbackTraining(contextlib.ExitStack):
             rank: Its number in the whole job, which is not 0.
             stops: How many gaps to wait for: one of the loss, and perhaps one of the return.
         """
-        self._watch(lambda: len(self._lines) >= self._seen + _APART)
+        self._watch(lambda: len(self._lines) >= self._read_lines + _APART)
         before = len(self._restarts())
         self._terminate(rank)
         self._watch(lambda: len(self._restarts()) >= before + stops)
         count = len(self._lines)
         self._watch(lambda: len(self._lines) > count + 1)
-        first = self._seen
-        self._seen = len(self._lines)
+        first = self._read_lines
+        self._read_lines = len(self._lines)
         result = []
         for iteration in self._restarts()[before : before + stops]:
-            number = max(n for n in range(first, self._seen) if self._lines[n][1] == iteration)
+            number = max(n for n in range(first, self._read_lines) if self._lines[n][1] == iteration)
             result.append(self._lines[number][0] - self._lines[number - 1][0])
         return result
 
