@@ -239,7 +239,7 @@ def with_state(copied: GroupState) -> GroupState:
             leaves[number] = dict(values) | leaves[number]
     numbers = {parameter.name: number for number, parameter in enumerate(trained)}
     for number, entry in enumerate(layout.parameters):
-        if not entry.state:
+        if not entry.state or number not in copied.states:
             continue
         at, beside = numbers[entry.name], besides.get((entry.owner or (0,))[0], {})
         absent = entry.state in beside.get("absent", {}).get(at, ())
@@ -247,6 +247,8 @@ def with_state(copied: GroupState) -> GroupState:
             leaves[at].setdefault(entry.state, state.from_held(entry, *copied.states[number])[0])
     states: States = {}
     for number, parameter in enumerate(trained):
+        if number not in copied.states:  # not read
+            continue
         tensor, _ = state.from_held(parameter, *copied.states[number])
         states[number] = state.to_held(parameter, tensor, state.nested(leaves[number]))
     layout = replace(layout, parameters=trained)

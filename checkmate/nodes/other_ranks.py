@@ -120,8 +120,8 @@ class HeldState:
 
     @property
     def digest(self) -> bytes:
-        """The digest by which nodes know what is asked for; empty for the present ranks."""
-        return ranks_digest(self.ranks) if self.is_former else b""
+        """The digest by which nodes know what is asked for."""
+        return ranks_digest(self.ranks)
 
     def select(self, answers: Answers) -> Answers:
         """Return what later answers of nodes say of these ranks."""
@@ -142,6 +142,8 @@ def held_states(job: Job, answers: Answers) -> list[HeldState]:
             digest = b"" if is_own else ranks_digest(status.job_ranks)
             counted_here = [hold for _, hold in counted_holds({0: status})]
             holds.setdefault(digest, []).extend(counted_here)
+            if is_own and status.job_ranks.groups:
+                own_ranks = status.job_ranks  # it may have a mesh where ours lists groups
             if digest and counted_here:
                 tables.setdefault(digest, status.job_ranks)
     states = {

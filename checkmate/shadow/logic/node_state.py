@@ -161,8 +161,11 @@ class NodeState:
         self._effects.append(announcements.took_up(self.former is not None))
 
     def groups_of(self, ranks: bytes) -> dict[int, ShadowGroup]:
-        """Return the groups of the ranks with a digest, or those of the present ones if it is empty."""
-        if ranks in (b"", ranks_digest(job_ranks(self.job))):
+        """Return the groups of the ranks with a digest; without one, the present or else the former ones."""
+        if not ranks:
+            former = {} if self.former is None else self.former.groups
+            return former | {number: group for number, group in self.groups.items() if group.holds}
+        if ranks == ranks_digest(job_ranks(self.job)):
             return self.groups
         is_former = self.former is not None and ranks == ranks_digest(job_ranks(self.former.job))
         return self.former.groups if is_former and self.former is not None else {}
@@ -331,7 +334,10 @@ class NodeState:
         )
         if not self.fenced:
             self.committee.decide(now)
-        if self.former is not None and self.committee.is_whole(now):
+        # An iteration of this start has a whole record, which what nodes begin with may still lack.
+        first = max((group.begin.first_iteration for group in self.groups.values()), default=0)
+        has_trained = bool(self.groups) and self.committee.committed >= first
+        if self.former is not None and has_trained and self.committee.is_whole(now):
             self._effects.append(announcements.former_dropped())
             self.drop_former()
         self._effects += self._peers.announce_behind(self.committee)

@@ -126,6 +126,7 @@ class Attendance:
             MeetingError: They have not come; it names those that are missing.
             TrainingEnded: Others have trained to the end.
         """
+        timeout += self._job.replacement_seconds or 0  # for which nodes wait before fewer replicas go on
         deadline = time.monotonic() + timeout
         news_at = time.monotonic() + _NEWS_SECONDS
         with self._changed:
@@ -218,8 +219,11 @@ class Attendance:
 
     def _choice(self) -> _Table | None:
         """Return the node whose meeting all ranks take, if it is known. The caller holds the lock."""
+        others_train = any(table.others_train and not table.why for table in self._tables)
         for table in self._tables:
             if table.meeting is not None and not table.why:
+                if others_train and len(table.meeting.ranks) < self._job.rank_count:
+                    continue  # a node that does not know of those that train elsewhere
                 now = time.monotonic()
                 earlier = self._tables[: self._tables.index(table)]
                 waiting = [candidate for candidate in earlier if not candidate.why]
@@ -263,6 +267,7 @@ class Attendance:
                     act = self._on_return
                 case "meeting" if len(event.meeting.id) == START_BYTES:
                     table.meeting, table.met_at, table.missing = event.meeting, time.monotonic(), ()
+                    table.others_train = False
                 case "lost" if event.lost.rank == self._rank:
                     self._verdict = f"rank {self._rank}: another process has taken its place"
                     act = self._on_loss

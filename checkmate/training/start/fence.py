@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -204,7 +205,7 @@ def _plan(job: Job, stubs: Stubs, timeout: float, on_disk: Callable[[], int], fe
         states = held_states(job, fence.replies)
     except OtherRanks as error:
         return RefusedStart(**_new_run(fence), trouble=str(error))
-    for held_state in states:
+    for held_state in _in_order(states):
         try:
             plan = _settle(held_state, stubs, fence)
         except Lacking as error:
@@ -220,6 +221,22 @@ def _plan(job: Job, stubs: Stubs, timeout: float, on_disk: Callable[[], int], fe
     limit = "" if fence.complete else f" within {timeout:g} s"
     trouble = f"no iteration is complete on the shadow nodes{limit}: {troubles[0]}"
     return WithoutState(**_new_run(fence), trouble=trouble)
+
+
+def _in_order(states: Sequence[HeldState]) -> list[HeldState]:
+    """Return states in the order in which to try them: the newest first.
+
+    If that start has trained nothing yet, the state that it has begun with comes first: its record is whole.
+    """
+    first, *rest = states
+    with suppress(Lacking):
+        goal = target.find_target(first.job, first.answers)
+        for held_state in rest:
+            with suppress(Lacking):
+                other_goal = target.find_target(held_state.job, held_state.answers)
+                if (other_goal.iteration, other_goal.start) == (goal.iteration, goal.start):
+                    return [held_state, *(state for state in states if state is not held_state)]
+    return list(states)
 
 
 def _settle(held_state: HeldState, stubs: Stubs, fence: Fence) -> FromNodes | NewRun:

@@ -135,7 +135,10 @@ class _Reading:
             if shard[0] == group
         }
         shards = self._read(numbers_by_shard)
-        return combine_shards(group, [shards[shard] for shard in sorted(shards)])
+        state = combine_shards(group, [shards[shard] for shard in sorted(shards)])
+        if not state.record.parts:
+            raise Lacking({(group, 0): [f"the record of iteration {self._plan.iteration} is missing"]})
+        return state
 
     def _read(self, numbers_by_shard: Mapping[Shard, tuple[int, ...]]) -> dict[Shard, ShardState]:
         """Return some parameters of shards, or only the headers of those without a number."""
