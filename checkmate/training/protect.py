@@ -360,6 +360,8 @@ class Protection:
     """The open one of this process."""
     regrouping: ClassVar[str] = ""
     """Why the function is to be left at the end of an iteration, in words, or ""."""
+    has_left: ClassVar[bool] = False
+    """Whether it was told so, by an error that it may catch."""
 
     def __init__(self, run: ProtectedRun, parts: ProtectionParts, undo: ExitStack) -> None:
         """Take over all parts, and `undo`, which closes them in any state."""
@@ -425,6 +427,7 @@ class Protection:
     def leave_if_wanted(cls) -> None:
         """Raise `RegroupError` if the function is to be left here, where an iteration has ended."""
         if cls.regrouping:
+            cls.has_left = True
             raise RegroupError(cls.regrouping)
 
     def close(self, last: bool = True) -> None:

@@ -29,6 +29,11 @@ def leave(node: Node, request: pb.LeaveRequest) -> pb.NodeStatus:
                 }
                 if state.groups and not {plan.group for plan in node.plans} <= numbers:
                     raise CallRefused("training has not begun in all DP groups yet", precondition=True)
+                if state.former is not None:
+                    raise CallRefused(
+                        "it keeps the state of former ranks until all shards are followed: wait until it trains",
+                        precondition=True,
+                    )
                 state.leaving.ask(node.now(), request.token)
             case pb.LeaveRequest.STAY:
                 state.stay("another holder of a shard does not count any more")

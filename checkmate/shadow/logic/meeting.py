@@ -152,6 +152,8 @@ class Meetings:
         if why:
             concluded = pb.MeetEvent(concluded=pb.Concluded(rank=rank, why=why))
             session.end(f"rank {rank} can't go on: {why}", concluded)
+            for seat in self._gathered.values():
+                seat.events.append(concluded)
             return
         if rank in session.seats:
             session.seats[rank].is_done = True

@@ -32,7 +32,7 @@ from checkmate.ring.place import RingError
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import START_BYTES
 from checkmate.training.default_log import show_log
-from checkmate.training.errors import SessionError
+from checkmate.training.errors import RegroupError, SessionError
 from checkmate.training.in_place.attendance import Attendance, MeetingError, TrainingEnded
 from checkmate.training.in_place.groups import ProcessGroups, Wrappers
 from checkmate.training.kept_events import keep_events
@@ -109,6 +109,7 @@ def resilient(
     """
     job = whole_job()
     rank = _own_rank(job)
+    environment = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     if rank == 0:
         show_log()
     keep_events(rank, job.job)
@@ -142,6 +143,11 @@ def resilient(
     finally:
         Survivor.is_wanted = False
         follow_replicas(())
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         speaker.close()
         if thaws:
             gc.unfreeze()
@@ -238,6 +244,8 @@ class Attempt:
                 result = train()
             if (protection := Protection.present) is not None:
                 protection.close()
+            if Protection.has_left:
+                raise RegroupError(Protection.regrouping)  # which the script has caught
             self._attendance.conclude()
             if self._attendance.await_all_done():
                 self._speaker.say(Word.CONCLUDED)
@@ -269,7 +277,7 @@ class Attempt:
         for timer in (self._overdue, self._late):
             if timer is not None:
                 timer.cancel()
-        Protection.regrouping = ""
+        Protection.regrouping, Protection.has_left = "", False
         self._undo.close()
 
     def _follow(self, meeting: pb.Meeting) -> tuple[int, int]:
