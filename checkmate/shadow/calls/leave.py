@@ -31,7 +31,7 @@ def leave(node: Node, request: pb.LeaveRequest) -> pb.NodeStatus:
                     raise CallRefused("training has not begun in all DP groups yet", precondition=True)
                 if state.former is not None:
                     raise CallRefused(
-                        "it keeps the state of former ranks until all shards are followed: wait until it trains",
+                        "it keeps the state of former ranks: wait until training goes on with the new ones",
                         precondition=True,
                     )
                 state.leaving.ask(node.now(), request.token)
