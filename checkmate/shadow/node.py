@@ -22,7 +22,7 @@ from checkmate.events.process_log import say
 from checkmate.job.schema import Job
 from checkmate.keys.access import Access
 from checkmate.keys.roles import Secret
-from checkmate.nodes.other_ranks import job_ranks
+from checkmate.nodes.other_ranks import difference, job_ranks
 from checkmate.output.log_lines import GatheredLog, first_and_count, left_out_words
 from checkmate.shadow import locks
 from checkmate.shadow.clock import STALL, AwakeClock, Silence
@@ -133,6 +133,8 @@ class Node:
         plans = hold_plans(job, self.id)
         with self.moving() as state:
             self.quiet(_QUIET_SECONDS)
+            if difference(job_ranks(job), self.job_ranks) is None:
+                return  # another DP group's call of the same start came first
             self.job, self.job_ranks, self.plans = job, job_ranks(job), plans
             self.source.follow(job)
             state.take_up(job, self.now())

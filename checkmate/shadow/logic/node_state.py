@@ -144,6 +144,9 @@ class NodeState:
         What a restart has settled stays for readers, as `former`; if it is of these ranks, it is the present
         state again. All else is dropped, because a start of training does not need it.
         """
+        for group in self.groups.values():
+            self.ended_starts.end(start_of(group.begin))
+            self.older_starts.end(group.begin, "", now)
         present, former = Former(self.job, self.groups), self.former
         settled = bool(present.holds) and all(hold.settled for hold in present.holds)
         kept_state, dropped = (present, former) if settled else (former, present)
