@@ -10,7 +10,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from checkmate.state import StateError
+from checkmate.state import StateError, dumps
+from checkmate.wire.parameter import Parameter
 
 _MAX_SHOWN: Final = 3
 """The number of chunks that a message shows."""
@@ -22,6 +23,11 @@ class Box:
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parameter: Parameter) -> Box:
+        """Return a chunk's place in its whole parameter."""
+        return cls(parameter.offset or (0,) * len(parameter.shape), parameter.shape)
 
     @property
     def elements(self) -> int:
@@ -126,9 +132,8 @@ class Cover:
             return tensor if part is None else tensor[part.slices]
         part = part or Box((0,) * len(self.whole), self.whole)
         result = torch.empty(part.shape, dtype=types.pop())
-        for box, group in self._first.items():
-            if (common := box.common(part)) is not None:
-                result[common.within(part).slices].copy_(tensors[group][common.within(box).slices])
+        for group in self.needed_for(part):
+            copy_common(tensors[group], self._boxes[group], result, part)
         return result
 
     def _check_within(self, group: int, box: Box) -> None:
@@ -159,6 +164,21 @@ class Cover:
         texts = [f"{box} in DP group {group}" for box, group in self._first.items()]
         more = f" and {len(texts) - _MAX_SHOWN} more" if len(texts) > _MAX_SHOWN else ""
         return (", ".join(texts[:_MAX_SHOWN]) or "none") + more
+
+
+def copy_common(source: torch.Tensor, box: Box, target: torch.Tensor, part: Box) -> None:
+    """Copy from the elements of one box of a tensor to those of another what both have in common."""
+    if (common := box.common(part)) is not None:
+        target[common.within(part).slices].copy_(source[common.within(box).slices])
+
+
+def equal_values(first: object, second: object) -> bool:
+    """Return whether two values of optimizer state are equal, tensors by their bits."""
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return equal_bits(first, second)
+    if isinstance(first, list | dict):  # of nested state
+        return type(first) is type(second) and dumps(first) == dumps(second)
+    return type(first) is type(second) and first == second
 
 
 def equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:

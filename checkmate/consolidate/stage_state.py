@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from checkmate import state
-from checkmate.consolidate.chunks import Box, Cover, Select, equal_bits, everything
+from checkmate.consolidate.chunks import Box, Cover, Select, equal_values, everything
 from checkmate.consolidate.snapshot import GroupState
 from checkmate.nodes.reader import States
 from checkmate.optim.supported import kind_of
@@ -114,7 +114,7 @@ def _cover(chunks: Mapping[int, Parameter]) -> Cover:
         if (parameter.whole or parameter.shape) != whole:
             shape = list(parameter.whole or parameter.shape)
             raise state.StateError(f"{parameter.name} is {list(whole)}, but {shape} in DP group {group}")
-    boxes = {g: Box(chunk.offset or (0,) * len(chunk.shape), chunk.shape) for g, chunk in chunks.items()}
+    boxes = {group: Box.of(chunk) for group, chunk in chunks.items()}
     return Cover(first.name, whole, boxes)
 
 
@@ -150,19 +150,11 @@ def _common(description: str, values: Mapping[int, T]) -> T:
     """Return a value that all groups have."""
     (first, first_value), *rest = values.items()
     for group, value in rest:
-        if not _same(first_value, value):
+        if not equal_values(first_value, value):
             raise state.StateError(
                 f"{description} is another one in DP group {first} than in DP group {group}"
             )
     return first_value
-
-
-def _same(first: object, second: object) -> bool:
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return equal_bits(first, second)
-    if isinstance(first, list | dict):  # of nested state
-        return type(first) is type(second) and state.dumps(first) == state.dumps(second)
-    return type(first) is type(second) and first == second
 
 
 def _buffers(member: GroupState, loaded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

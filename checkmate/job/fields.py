@@ -171,6 +171,6 @@ NODE_IDS_LAST: Final = 65535
 RANKS_LAST: Final = 65535
 GPUS_MOST: Final = 64
 Size = Annotated[int, whole(1, RANKS_LAST + 1)]
-Seconds = Annotated[int, whole(1, 86_400)]
 """Of a dimension of a mesh."""
+Seconds = Annotated[int, whole(1, 86_400)]
 ShadowNodeId = Annotated[int, whole(0, NODE_IDS_LAST)]

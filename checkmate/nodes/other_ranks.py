@@ -125,7 +125,7 @@ class HeldState:
 
     def select(self, answers: Answers) -> Answers:
         """Return what later answers of nodes say of these ranks."""
-        return {node: _status_of(self.ranks, answer) for node, answer in answers.items()}
+        return _answers_of(self.ranks, answers)
 
 
 def held_states(job: Job, answers: Answers) -> list[HeldState]:
@@ -146,14 +146,9 @@ def held_states(job: Job, answers: Answers) -> list[HeldState]:
                 own_ranks = status.job_ranks  # it may have a mesh where ours lists groups
             if digest and counted_here:
                 tables.setdefault(digest, status.job_ranks)
-    states = {
-        b"": HeldState(
-            job, own_ranks, False, {n: _status_of(own_ranks, answer) for n, answer in answers.items()}
-        )
-    }
+    states = {b"": HeldState(job, own_ranks, False, _answers_of(own_ranks, answers))}
     for digest, ranks in tables.items():
-        statuses = {node: _status_of(ranks, answer) for node, answer in answers.items()}
-        states[digest] = HeldState(job_of(job, ranks), ranks, True, statuses)
+        states[digest] = HeldState(job_of(job, ranks), ranks, True, _answers_of(ranks, answers))
     newest = newest_beginnings(hold for of_ranks in holds.values() for hold in of_ranks)
 
     def age(digest: bytes) -> tuple[bool, int]:
@@ -178,6 +173,11 @@ def _statuses(answer: pb.NodeStatus | str) -> list[pb.NodeStatus]:
         fenced=True,
     )
     return [answer, former]
+
+
+def _answers_of(ranks: pb.JobRanks, answers: Answers) -> Answers:
+    """Return what nodes say of some ranks."""
+    return {node: _status_of(ranks, answer) for node, answer in answers.items()}
 
 
 def _status_of(ranks: pb.JobRanks, answer: pb.NodeStatus | str) -> pb.NodeStatus | str:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import torch
 
 from checkmate import state
-from checkmate.consolidate.chunks import Box, equal_bits
+from checkmate.consolidate.chunks import Box, copy_common, equal_values
 from checkmate.shadow.logic.group import Former, source_of
 from checkmate.shadow.logic.hold import Hold
 from checkmate.shadow.replica.replica import Replica
@@ -37,11 +37,6 @@ class FormerChunk(NamedTuple):
         """Return its state, with the script's order of dimensions. It is valid until the next one is read."""
         ((_, tensor, values),) = self.replica.read(iteration, [self.number])
         return state.from_held(self.parameter, tensor, values)
-
-
-def box_of(parameter: Parameter) -> Box:
-    """Return a parameter's place in the whole one."""
-    return Box(parameter.offset or (0,) * len(parameter.shape), parameter.shape)
 
 
 @dataclass(frozen=True)
@@ -71,31 +66,32 @@ class FormerState:
 
     def covered(self, layout: Layout, numbers: Sequence[int]) -> list[int]:
         """Return those of a layout's parameters of which all is there."""
-        return [number for number in numbers if self._needed(layout.parameters[number])]
+        return [number for number in numbers if self._chunks_of(layout.parameters[number])]
 
     def fill(self, layout: Layout, numbers: Sequence[int]) -> Iterator[dict[int, Values]]:
         """Yield covered parameters and their optimizer state, as a node holds them, some at a time.
 
         Raise `StateError` if chunks of one differ in what they have in common.
         """
-        lot: dict[int, Values] = {}
+        lot, nbytes = dict[int, Values](), 0
         for number in numbers:
             parameter = layout.parameters[number]
-            chunks = self._needed(parameter)
+            chunks = self._chunks_of(parameter)
             lot[number] = state.to_held(parameter, *_assembled(parameter, chunks, self.iteration))
-            if sum(tensor.nbytes for tensor, _ in lot.values()) >= LOT_BYTES:
+            nbytes += lot[number][0].nbytes
+            if nbytes >= LOT_BYTES:
                 yield lot
-                lot = {}
+                lot, nbytes = {}, 0
         yield lot
 
-    def _needed(self, parameter: Parameter) -> list[FormerChunk]:
+    def _chunks_of(self, parameter: Parameter) -> list[FormerChunk]:
         """Return chunks that contain all of a parameter, each element once; none if there are none."""
-        box, whole = box_of(parameter), parameter.whole or parameter.shape
+        box, whole = Box.of(parameter), parameter.whole or parameter.shape
         places: dict[Box, FormerChunk] = {}
         for chunk in self.chunks.get((parameter.name, parameter.state), ()):
             same = (chunk.parameter.whole or chunk.parameter.shape) == whole
             if same and chunk.parameter.dtype == parameter.dtype:
-                places.setdefault(box_of(chunk.parameter), chunk)
+                places.setdefault(Box.of(chunk.parameter), chunk)
         common = {place: part for place in places if (part := place.common(box)) is not None}
         is_covered = box.elements and sum(part.elements for part in common.values()) == box.elements
         return [places[place] for place in common] if is_covered else []
@@ -103,26 +99,23 @@ class FormerState:
 
 def _assembled(parameter: Parameter, chunks: Sequence[FormerChunk], iteration: int) -> Values:
     """Return a parameter and its optimizer state, of the chunks that contain it."""
-    part = box_of(parameter)
+    part = Box.of(parameter)
     result: torch.Tensor | None = None
     entries: dict[str, object] = {}
     for chunk in chunks:
         tensor, values = chunk.read(iteration)
-        box = box_of(chunk.parameter)
-        common = box.common(part)
-        assert common is not None
-        source, target = common.within(box).slices, common.within(part).slices
+        box = Box.of(chunk.parameter)
         if result is None:
             result = tensor.new_empty(part.shape)
-        result[target].copy_(tensor[source])
+        copy_common(tensor, box, result, part)
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
                 if name not in entries:
                     entries[name] = value.new_empty(part.shape)
                 entry = entries[name]
                 assert isinstance(entry, torch.Tensor)
-                entry[target].copy_(value[source])
-            elif not _agree(entries.setdefault(name, _copy_of(value)), value):
+                copy_common(value, box, entry, part)
+            elif not equal_values(entries.setdefault(name, _copy_of(value)), value):
                 raise state.StateError(f"{name} of {parameter.name} differs between its chunks")
     assert result is not None
     return result, entries
@@ -130,9 +123,3 @@ def _assembled(parameter: Parameter, chunks: Sequence[FormerChunk], iteration: i
 
 def _copy_of(value: object) -> object:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _agree(first: object, second: object) -> bool:
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return equal_bits(first, second)
-    return type(first) is type(second) and first == second

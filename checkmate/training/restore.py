@@ -36,7 +36,6 @@ from checkmate.training.start import (
     fence,
     from_disk,
     from_nodes,
-    from_other_ranks,
     places,
     plans,
     sharing,
@@ -207,6 +206,8 @@ def _begin(
     if isinstance(plan, FromNodes):
         watched = replace(watched, copied=copied())
         if plan.former and plan.iteration >= 0:
+            from checkmate.training.start import from_other_ranks  # noqa: PLC0415 - few starts need it
+
             return from_other_ranks.resume(place, watched, stubs, plan, timeout)
         start = Start(plan, plan.iteration + 1, keep=True)
         survivor = _survivor(place, watched, plan)

@@ -55,6 +55,13 @@ class MeshJob(LoopbackJob):
         script = ["-m", "tests.scripts.any_mesh", kind, str(results), str(iterations)]
         assert self.start(name, *torchrun, *script).wait(120) == 0, self.log(name)
 
+    def check_like_disk(self, mesh: str, iterations: int, checkpoint: Path) -> None:
+        """Fail unless the run `from-memory` is that which resumes from a checkpoint, with new nodes."""
+        with self.nodes():
+            self.train_on("from-disk", mesh, iterations, checkpoint)
+        for rank in range(MESHES[mesh][0]):
+            assert self.lines("from-memory", rank) == self.lines("from-disk", rank) != []
+
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -97,10 +104,7 @@ def test_another_mesh_resumes_from_memory_as_from_disk(
             log = job.log(f"shadow{node}")
             assert log.count(RANKS_CHANGED) == log.count("the job has all shards again") == 1
             assert "Traceback" not in log
-    with job.nodes():
-        job.train_on("from-disk", after, 10, folder / "on-disk")
-    for rank in range(MESHES[after][0]):
-        assert job.lines("from-memory", rank) == job.lines("from-disk", rank) != []
+    job.check_like_disk(after, 10, folder / "on-disk")
 
 
 @pytest.mark.slow
@@ -115,10 +119,7 @@ def test_a_start_that_ends_before_its_first_iteration_loses_nothing(folder: Path
         job.train_on("nothing", "ddp-3", 6)
         job.train_on("from-memory", "ddp-3", 9)
         assert "resumed from the shadow nodes' state of 2 DP groups of 1 rank" in job.log("from-memory")
-    with job.nodes():
-        job.train_on("from-disk", "ddp-3", 9, folder / "on-disk")
-    for rank in range(3):
-        assert job.lines("from-memory", rank) == job.lines("from-disk", rank) != []
+    job.check_like_disk("ddp-3", 9, folder / "on-disk")
 
 
 @pytest.mark.slow

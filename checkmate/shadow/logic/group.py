@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from checkmate.job.schema import Job
+from checkmate.nodes.other_ranks import job_ranks, ranks_digest
 from checkmate.optim.supported import steps_alike
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.hold import Hold
@@ -98,6 +99,11 @@ class Former:
 
     job: Job
     groups: dict[int, ShadowGroup]
+
+    @property
+    def digest(self) -> bytes:
+        """What names its ranks (`other_ranks`)."""
+        return ranks_digest(job_ranks(self.job))
 
     @property
     def holds(self) -> list[Hold]:

@@ -153,7 +153,7 @@ class NodeState:
         if dropped is not None:
             self._close(dropped.holds)
         self.job, self.groups, self.former = job, {}, kept_state
-        if kept_state is not None and ranks_digest(job_ranks(kept_state.job)) == ranks_digest(job_ranks(job)):
+        if kept_state is not None and kept_state.digest == ranks_digest(job_ranks(job)):
             self.groups, self.former = kept_state.groups, None
         for iteration in [iteration for iteration, ends in self.reserved.items() for _ in ends]:
             self.release(iteration)
@@ -170,8 +170,7 @@ class NodeState:
             return former | {number: group for number, group in self.groups.items() if group.holds}
         if ranks == ranks_digest(job_ranks(self.job)):
             return self.groups
-        is_former = self.former is not None and ranks == ranks_digest(job_ranks(self.former.job))
-        return self.former.groups if is_former and self.former is not None else {}
+        return self.former.groups if self.former is not None and ranks == self.former.digest else {}
 
     def begin_group(self, group: ShadowGroup, now: float, by: str = "") -> None:
         """Start a DP group, in place of its earlier incarnation. `by`: the address of who asks for it."""
@@ -337,10 +336,7 @@ class NodeState:
         )
         if not self.fenced:
             self.committee.decide(now)
-        # An iteration of this start has a whole record, which what nodes begin with may still lack.
-        first = max((group.begin.first_iteration for group in self.groups.values()), default=0)
-        has_trained = bool(self.groups) and self.committee.committed >= first
-        if self.former is not None and has_trained and self.committee.is_whole(now):
+        if self.former is not None and self._has_trained and self.committee.is_whole(now):
             self._effects.append(announcements.former_dropped())
             self.drop_former()
         self._effects += self._peers.announce_behind(self.committee)
@@ -476,6 +472,12 @@ class NodeState:
         self._effects.append(Close(hold))
         if hold.holds_something:
             self._effects.append(announcements.hold_changed(logging.WARNING, hold, "dropped", why, why))
+
+    @property
+    def _has_trained(self) -> bool:
+        """Whether an iteration of this start is committed. The record before its first one may lack parts."""
+        first = max((group.begin.first_iteration for group in self.groups.values()), default=None)
+        return first is not None and self.committee.committed >= first
 
     def drop_former(self) -> None:
         """Drop what is left of the job with other ranks, for good."""

@@ -32,7 +32,7 @@ from checkmate.training.start.stage_data import (
 _log: Final = logging.getLogger("checkmate")
 CHECKPOINTS_VARIABLE: Final = "CHECKMATE_CHECKPOINTS"
 _MAX_NAMED: Final = 3
-"""The number of unused checkpoints, or of ranks, that a message names."""
+"""The number of unused checkpoints that a message names."""
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,11 @@ def _install(
     try:
         layouts = reading.layouts(len(former.dp_groups))
         groups = _stage_groups(former, layouts, number)
-        needed = needed_numbers({group: layouts[group] for group in groups}, parts.select)
-        members = {group: reading.group(group, layouts[group], numbers) for group, numbers in needed.items()}
+        numbers_by_group = needed_numbers({group: layouts[group] for group in groups}, parts.select)
+        members = {
+            group: reading.group(group, layouts[group], numbers)
+            for group, numbers in numbers_by_group.items()
+        }
     except Lacking as error:
         raise FetchError(str(error)) from None
     for member in members.values():
