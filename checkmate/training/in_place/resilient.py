@@ -109,7 +109,7 @@ def resilient(
     """
     job = whole_job()
     rank = _own_rank(job)
-    environment = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    environment = {name: value for name, value in os.environ.items() if name in ("RANK", "WORLD_SIZE")}
     if rank == 0:
         show_log()
     keep_events(rank, job.job)
@@ -143,11 +143,9 @@ def resilient(
     finally:
         Survivor.is_wanted = False
         follow_replicas(())
-        for name, value in environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.pop("RANK", None)
+        os.environ.pop("WORLD_SIZE", None)
+        os.environ.update(environment)
         speaker.close()
         if thaws:
             gc.unfreeze()
