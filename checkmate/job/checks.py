@@ -287,7 +287,13 @@ def notes(job: Job) -> Iterator[str]:
 
 
 def beyond_the_plugin(job: Job) -> Iterator[Fault]:
-    """Yield DP groups of a valid job that have shadow ids for which NCCL's plugin has no room."""
+    """Yield what NCCL's plugin can't do of a valid job: repair, and shadow ids for which it has no room."""
+    if job.collective == "nccl" and not job.lossless:
+        yield Fault(
+            ("lossless",),
+            "false is for collective: ring, where ranks send lost copies again; with collective: nccl, the "
+            "network must be lossless (PFC), or use copies by hosts (copies: host)",
+        )
     for index, first in enumerate(first_shadow_ids(job) if job.collective == "nccl" else ()):
         last = first + job.shards(index) - 1
         if last >= NCCL_SHADOW_IDS:

@@ -309,6 +309,8 @@ class Job(Frozen):
     collective: Collective = "ring"
     """What reduces gradients: Checkmate's own ring, or NCCL with Checkmate's plugin."""
     channels: Annotated[int, whole(1, wire.CHANNELS_MAX)] = 1
+    lossless: Flag = True
+    """Whether no copy is lost between switches and shadow nodes (PFC); else ranks send lost ones again."""
     replicas: Annotated[int, whole(1, wire.SHARDS_MAX)] = 1
     keys: FilePath | None = None
     """The folder with the folder of this job's keys; beside the job file by default."""

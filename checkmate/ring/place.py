@@ -23,6 +23,12 @@ def ring_ports(job: Job, group: int) -> list[int]:
     return [DEFAULT_PORT + tag.CHANNELS_MAX * at[rank.rank] for rank in job.dp_groups[group].ranks]
 
 
+def repair_ports(job: Job, group: int) -> list[int]:
+    """Return the port of each rank of a DP group to which the one before it sends what was lost again."""
+    at = _at_their_addresses(job)
+    return [ring_sockets.REPAIR_PORT + at[rank.rank] for rank in job.dp_groups[group].ranks]
+
+
 def host_ports(job: Job, ranks: Sequence[Rank]) -> list[int]:
     """Return the first of the two ports that each of these ranks has for the rings within its host."""
     at = _at_their_addresses(job)

@@ -1820,6 +1820,7 @@ class RecordPart(google.protobuf.message.Message):
     START_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
     BESIDE_FIELD_NUMBER: builtins.int
+    REPAIR_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.int
     group: builtins.int
@@ -1851,6 +1852,12 @@ class RecordPart(google.protobuf.message.Message):
     def progress(self) -> Global___RankProgress:
         """as the part left the rank; nodes do not keep it"""
 
+    @property
+    def repair(self) -> Global___RepairTalk:
+        """No record, but a question of a rank that tags, in jobs whose copies may be lost (`iteration` is -1): which bytes
+        the node lacks. The reply has nothing else.
+        """
+
     def __init__(
         self,
         *,
@@ -1868,13 +1875,94 @@ class RecordPart(google.protobuf.message.Message):
         start: builtins.bytes = ...,
         progress: Global___RankProgress | None = ...,
         beside: builtins.bytes = ...,
+        repair: Global___RepairTalk | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["progress", b"progress", "step", b"step"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["progress", b"progress", "repair", b"repair", "step", b"step"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["beside", b"beside", "buffers", b"buffers", "ends", b"ends", "extra", b"extra", "group", b"group", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "position", b"position", "progress", b"progress", "rng", b"rng", "run", b"run", "start", b"start", "step", b"step"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["beside", b"beside", "buffers", b"buffers", "ends", b"ends", "extra", b"extra", "group", b"group", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "position", b"position", "progress", b"progress", "repair", b"repair", "rng", b"rng", "run", b"run", "start", b"start", "step", b"step"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RecordPart: typing_extensions.TypeAlias = RecordPart
+
+@typing.final
+class RepairTalk(google.protobuf.message.Message):
+    """What a rank has sent again since it has last asked."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPAIRED_FIELD_NUMBER: builtins.int
+    @property
+    def repaired(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RepairedRange]: ...
+    def __init__(
+        self,
+        *,
+        repaired: collections.abc.Iterable[Global___RepairedRange] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["repaired", b"repaired"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RepairTalk: typing_extensions.TypeAlias = RepairTalk
+
+@typing.final
+class RepairedRange(google.protobuf.message.Message):
+    """Bytes [start, stop) of a stream, a part of which was sent again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHANNEL_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    channel: builtins.int
+    shard: builtins.int
+    start: builtins.int
+    stop: builtins.int
+    digest: builtins.bytes
+    """BLAKE2b of all of them, 16 bytes"""
+    def __init__(
+        self,
+        *,
+        channel: builtins.int = ...,
+        shard: builtins.int = ...,
+        start: builtins.int = ...,
+        stop: builtins.int = ...,
+        digest: builtins.bytes = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["channel", b"channel", "digest", b"digest", "shard", b"shard", "start", b"start", "stop", b"stop"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RepairedRange: typing_extensions.TypeAlias = RepairedRange
+
+@typing.final
+class MissingRange(google.protobuf.message.Message):
+    """Bytes [missing, stop) of a stream that a node asks for; it wants to know the digest of [start, stop)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHANNEL_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    channel: builtins.int
+    shard: builtins.int
+    start: builtins.int
+    missing: builtins.int
+    stop: builtins.int
+    def __init__(
+        self,
+        *,
+        channel: builtins.int = ...,
+        shard: builtins.int = ...,
+        start: builtins.int = ...,
+        missing: builtins.int = ...,
+        stop: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["channel", b"channel", "missing", b"missing", "shard", b"shard", "start", b"start", "stop", b"stop"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___MissingRange: typing_extensions.TypeAlias = MissingRange
 
 @typing.final
 class RankProgress(google.protobuf.message.Message):
@@ -1884,18 +1972,27 @@ class RankProgress(google.protobuf.message.Message):
 
     TRAINED_FIELD_NUMBER: builtins.int
     WAITED_SECONDS_FIELD_NUMBER: builtins.int
+    REPAIRS_FROM_FIELD_NUMBER: builtins.int
     trained: builtins.int
     """the newest iteration whose step it has taken"""
     waited_seconds: builtins.float
     """that its steps have waited for this node"""
+    repairs_from: builtins.int
+    """the oldest iteration of its streams that it can send again; absent: none"""
     def __init__(
         self,
         *,
         trained: builtins.int = ...,
         waited_seconds: builtins.float = ...,
+        repairs_from: builtins.int | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["trained", b"trained", "waited_seconds", b"waited_seconds"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_repairs_from", b"_repairs_from", "repairs_from", b"repairs_from"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_repairs_from", b"_repairs_from", "repairs_from", b"repairs_from", "trained", b"trained", "waited_seconds", b"waited_seconds"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__repairs_from: typing_extensions.TypeAlias = typing.Literal["repairs_from"]
+    _WhichOneofArgType__repairs_from: typing_extensions.TypeAlias = typing.Literal["_repairs_from", b"_repairs_from"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repairs_from) -> _WhichOneofReturnType__repairs_from | None: ...
 
 Global___RankProgress: typing_extensions.TypeAlias = RankProgress
 
@@ -2118,6 +2215,7 @@ class RecordReply(google.protobuf.message.Message):
     SUPERSEDED_FIELD_NUMBER: builtins.int
     BY_FIELD_NUMBER: builtins.int
     ALSO_TRAINING_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
     iteration: builtins.int
     """all parts up to this iteration have arrived; -1: none"""
     trouble: builtins.str
@@ -2143,6 +2241,10 @@ class RecordReply(google.protobuf.message.Message):
     def also_training(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """To the first rank: addresses from which trainers of an older start still send records, long after it was fenced."""
 
+    @property
+    def missing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MissingRange]:
+        """of the rank's streams"""
+
     def __init__(
         self,
         *,
@@ -2155,8 +2257,9 @@ class RecordReply(google.protobuf.message.Message):
         superseded: builtins.bool = ...,
         by: builtins.str = ...,
         also_training: collections.abc.Iterable[builtins.str] | None = ...,
+        missing: collections.abc.Iterable[Global___MissingRange] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["also_training", b"also_training", "buffers", b"buffers", "by", b"by", "iteration", b"iteration", "refused", b"refused", "superseded", b"superseded", "suspects", b"suspects", "trouble", b"trouble", "wanted", b"wanted"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["also_training", b"also_training", "buffers", b"buffers", "by", b"by", "iteration", b"iteration", "missing", b"missing", "refused", b"refused", "superseded", b"superseded", "suspects", b"suspects", "trouble", b"trouble", "wanted", b"wanted"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RecordReply: typing_extensions.TypeAlias = RecordReply

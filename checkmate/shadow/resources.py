@@ -12,11 +12,13 @@ import torch
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import locks
 from checkmate.shadow.logic.hold import Hold, HoldSnapshot, Stepped, StreamState
+from checkmate.shadow.logic.repair import StreamRepair
 from checkmate.shadow.receive.hold_plans import HoldPlan, TaggedStreamPlan, check_lengths
 from checkmate.shadow.receive.inlet import BucketSets, Inlet
 from checkmate.shadow.receive.part_streams import new_inlet
 from checkmate.shadow.replica.replica import Replica
 from checkmate.wire.layout import Layout
+from checkmate.wire.repair import digest_of
 from checkmate.wire.schedule import StreamName
 
 
@@ -33,12 +35,14 @@ class HoldResources:
         ranks: int,
         first: int,
         joined: int,
+        repairs: bool = False,
     ) -> None:
         """Create the hold and its resources, without seeds.
 
         Args:
             first: the iteration at byte 0 of the streams.
             joined: the first iteration that it receives.
+            repairs: whether lost bytes of the streams are asked of the ranks again.
 
         Raises:
             StreamTooLong: if an iteration of a stream is too long.
@@ -54,7 +58,7 @@ class HoldResources:
         check_lengths(layouts)
         # A switch has its streams connected, whatever they carry; a rank has none without bytes.
         streams = [
-            StreamState(stream, laid)
+            StreamState(stream, laid, repair=StreamRepair() if repairs else None)
             for stream, laid in zip(plan.streams, layouts, strict=True)
             if laid.nbytes or isinstance(stream, TaggedStreamPlan)
         ]
@@ -115,6 +119,14 @@ class HoldResources:
                     self.replica.load(number, tensor, values, iteration)
                     self._loaded = True
         return late
+
+    def digest(self, sender: int, repaired: pb.RepairedRange) -> bytes:
+        """Return the digest of received bytes of a stream, none of which a step has used."""
+        key = (sender, repaired.channel)
+        for inlet in self.inlets:
+            if (inlet.plan.sender, inlet.plan.channel) == key:
+                return digest_of(inlet.received(repaired.start, repaired.stop))
+        return b""
 
     def snapshot(self) -> HoldSnapshot:
         """Return each seeded parameter's iteration."""

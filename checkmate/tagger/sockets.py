@@ -106,6 +106,22 @@ class TaggedSocket:
         self.socket.sendall(piece, 0 if self._chunk_left else socket.MSG_EOR)
         self.written_bytes += length
 
+    def send_again(self, data: memoryview | bytes, channel: int, shadow_id: int, position: int) -> None:
+        """Send bytes that another connection has sent, tagged with their position in that stream (64 bits).
+
+        Such a socket has no stream of its own: it sends nothing else that is tagged.
+        """
+        length = len(data)
+        end = self.written_bytes + length
+        if self._kernel_oldest is not None and self._kernel_oldest < end - RETIRE_AFTER:
+            self._retire(end - RETIRE_AFTER)
+        self._check_established()
+        self._await_ranges(RANGES - 1)
+        self._add_range(self.written_bytes, length, channel, shadow_id, position)
+        self._store()
+        self._announced, self._chunk_left = end, length
+        self.write(data)
+
     def position(self, shadow_id: int) -> int:
         """Return the number of tagged bytes of this stream, including the chunk that was begun."""
         return self._positions.get(shadow_id, 0)
@@ -143,7 +159,8 @@ class TaggedSocket:
             start = self.written_bytes
             for length, shadow_id in chunks:
                 if shadow_id is not None:
-                    self._add_range(start, length, shadow_id)
+                    position = self._announced_positions.get(shadow_id, 0)
+                    self._add_range(start, length, self._channel, shadow_id, position)
                 start += length
             self._store()
         self._announced = end
@@ -159,17 +176,16 @@ class TaggedSocket:
                 "passed to TaggedSocket before it connects, and be connected"
             )
 
-    def _add_range(self, start: int, length: int, shadow_id: int) -> None:
-        """Add the range of a chunk that begins after `start` bytes written."""
+    def _add_range(self, start: int, length: int, channel: int, shadow_id: int, position: int) -> None:
+        """Add the range of a chunk that begins after `start` bytes written, at `position` of its stream."""
         state = self._state
-        position = self._announced_positions.get(shadow_id, 0)
         state.set_range(
             state.tail,
             (state.first_sequence + start) % tag.MODULUS,
             length,
             position % tag.MODULUS,
             shadow_id,
-            self._channel,
+            channel,
             self._incarnation,
         )
         state.tail = (state.tail + 1) % tag.MODULUS

@@ -291,9 +291,12 @@ def _assemble(
     slices = Slices(layout, parameters, watched.optimizer, repeated=watched.copied is None)
     suspects = slices if place.first else None
     values = values_of(parameters, watched.optimizer) if watched.copied is None else watched.copied.values
-    followers = Followers(opening, stubs, SeedSource(layout, values, steps), suspects)
+    repairs = gradients.repairs if place.side is not None else None
+    repair = None if repairs is None else repairs.ask
+    followers = Followers(opening, stubs, SeedSource(layout, values, steps), suspects, repair)
     undo.callback(followers.close)
-    publisher = Publisher(opening.author(), followers.lines, gradients.has_passed)
+    repairs_from = (lambda: None) if repairs is None else lambda: repairs.oldest
+    publisher = Publisher(opening.author(), followers.lines, gradients.has_passed, repairs_from)
     undo.callback(publisher.close, 0.0)
     recorder = Recorder(
         watched,
@@ -464,8 +467,15 @@ class Protection:
                     run.start.plan.run, self._steps.settled, run.layouts[run.place.group], run.watched
                 )
             self._publisher.close(patience)
-            self._followers.finish(deadline)
             iteration = self._publisher.newest
+            if (
+                last
+                and iteration >= 0
+                and self._gradients.repairs is not None
+                and self.place.side is not None
+            ):
+                self._followers.await_stepped(iteration, deadline)  # what was lost can be asked for till then
+            self._followers.finish(deadline)
             unpublished = self._recorder.refusal or self._publisher.error
             if unpublished is not None and well:  # nothing has raised it yet, or the script has caught it
                 if self._recorder.refusal is None:

@@ -9,5 +9,7 @@ RING_PORT: Final = 47000
 HOST_PORT: Final = 46000
 """The first port of rings within a host, of which each rank has two."""
 HOST_PORTS: Final = 2
+REPAIR_PORT: Final = 45000
+"""The first port of repairs, of which each rank has one."""
 BUFFER_BYTES: Final = 4 << 20
 """Of each connection's send and receive buffer: a few slices, as the next one is copied during sending."""

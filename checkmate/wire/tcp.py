@@ -114,6 +114,12 @@ def drain(sock: socket.socket, timeout: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
+def end_sending(sock: socket.socket) -> None:
+    """Tell the peer that nothing follows. Nothing happens if the connection is broken."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+
+
 def check_alive(sock: socket.socket) -> None:
     """Raise `ConnectionError` if the connection is broken. A half-closed one is not."""
     poller = select.poll()

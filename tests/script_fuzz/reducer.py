@@ -29,6 +29,8 @@ HEADER: Final = struct.Struct("=BBBBQI")
 class GlooReducer:
     """The reducer of one of two ranks. It owns a connection to the switch, which `close` ends."""
 
+    repairs = None
+
     def __init__(self, place: Place, layout: Layout, start: Start, switch: str) -> None:
         self.layout = layout
         self.tensors = zero_buckets(layout, torch.device("cpu"))

@@ -139,7 +139,12 @@ def _new_resources(
         replica = node.resources[before].replica if before is not None else _replica(layout, plan, request)
         try:
             resources = HoldResources(
-                plan, layout, replica, channels=channels, ranks=ranks, first=first, joined=joined
+                *(plan, layout, replica),
+                channels=channels,
+                ranks=ranks,
+                first=first,
+                joined=joined,
+                repairs=not node.job.lossless,
             )
         except StreamTooLong as error:
             raise CallRefused(f"DP group {plan.group}, shard {plan.shard}: {error}") from None

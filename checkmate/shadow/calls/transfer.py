@@ -14,6 +14,7 @@ from checkmate.shadow.logic.bounds import (
     check_copies,
     check_numbers,
     check_part,
+    check_repair,
     check_reserve,
     check_seed_header,
     check_waiting,
@@ -48,6 +49,8 @@ def take(node: Node, part: pb.RecordPart, answer: bool, host: str) -> pb.RecordR
     added, because no restart needs them.
     """
     check_job(node.job, part.job)
+    if part.HasField("repair"):
+        return repair(node, part) if answer else None
     with node.state_changed:
         start = node.state.superseded(part, host, node.now())
         group = node.state.groups.get(part.group)
@@ -74,6 +77,31 @@ def record(node: Node, part: pb.RecordPart, answer: bool) -> pb.RecordReply | No
         if part.position == 0:
             reply.also_training.extend(node_state.older_starts.hosts)
         return reply
+
+
+def repair(node: Node, part: pb.RecordPart) -> pb.RecordReply:
+    """Take a rank's digests of what it has sent again, and return what is missing of its streams."""
+    reply = pb.RecordReply(iteration=-1)
+    with node.state_changed:
+        group = node.state.repaired_group(part.group, part)
+        if group is None:
+            return reply
+        check_repair(group, part)
+        due = [
+            (repaired, hold)
+            for repaired in part.repair.repaired
+            for hold in group.holds
+            if hold.awaits_digest(part.position, repaired)
+        ]
+        resources = {hold: node.resources[hold] for _, hold in due}
+    # Without the lock: it takes 1 ms for 1 MB. Nothing overwrites these bytes, which do not count yet.
+    are_equal = [resources[hold].digest(part.position, repaired) == repaired.digest for repaired, hold in due]
+    with node.moving():
+        for (repaired, hold), is_equal in zip(due, are_equal, strict=True):
+            hold.note_repaired(part.position, repaired, is_equal=is_equal)
+        for hold in group.holds:
+            reply.missing.extend(hold.missing_ranges(group.records, part.position, node.now()))
+    return reply
 
 
 def _reply(group: ShadowGroup, part: pb.RecordPart, now: float) -> pb.RecordReply:

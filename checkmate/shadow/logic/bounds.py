@@ -31,6 +31,8 @@ from checkmate.shadow.replica.blocks import check_scalings
 from checkmate.state import DTYPES
 from checkmate.wire.layout import Layout, from_json
 from checkmate.wire.parameter import LayoutError
+from checkmate.wire.repair import COMPARED_BYTES, DIGEST_BYTES
+from checkmate.wire.repair import MAX_BYTES as REPAIR_BYTES
 
 WINDOW: Final = 1 << 20
 """Iterations by which a message may be ahead of the newest iteration that is known here."""
@@ -362,9 +364,27 @@ def check_part(job: Job, group: ShadowGroup, part: pb.RecordPart) -> None:
     if part.HasField("progress"):
         check_ahead("progress up to iteration", part.progress.trained, group.newest)
         check_seconds("waited_seconds", part.progress.waited_seconds, MAX_WAITED_SECONDS)
+        if part.progress.HasField("repairs_from"):
+            check_number("repairs_from", part.progress.repairs_from, part.iteration)
     if part.position == 0:
         _check_step(group, part.step)
     _check_room(group, part)
+
+
+def check_repair(group: ShadowGroup, part: pb.RecordPart) -> None:
+    """Check what a rank says of bytes that it has sent again. Raise `CallRefused` if it can't be true."""
+    check_number("position", part.position, group.begin.ranks - 1)
+    if not group.layout.slicing.is_sender(part.position, group.begin.ranks):
+        raise CallRefused(f"a repair from position {part.position}, which sends no streams")
+    for repaired in part.repair.repaired:
+        if (
+            not 0 < repaired.stop - repaired.start <= REPAIR_BYTES + COMPARED_BYTES
+            or len(repaired.digest) != DIGEST_BYTES
+        ):
+            raise CallRefused(
+                f"a repair of bytes {repaired.start} to {repaired.stop}, with a digest of "
+                f"{counted(len(repaired.digest), 'byte')}"
+            )
 
 
 def _check_ends(job: Job, group: ShadowGroup, part: pb.RecordPart) -> None:

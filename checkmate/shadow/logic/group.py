@@ -60,7 +60,10 @@ class ShadowGroup:
     def note(self, part: pb.RecordPart) -> None:
         """Take from a part what its rank says of itself, which is not kept with the part."""
         if part.HasField("progress"):
-            self.rank_progress[part.position] = pb.RankProgress.FromString(part.progress.SerializeToString())
+            progress = pb.RankProgress.FromString(part.progress.SerializeToString())
+            self.rank_progress[part.position] = progress
+            if progress.HasField("repairs_from"):
+                self.records.repairs_from[part.position] = progress.repairs_from
             part.ClearField("progress")
 
     @property

@@ -8,7 +8,7 @@ parameter, and steps the parameters it has. It is live once all of them are at t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from checkmate.base.wording import counted
 from checkmate.output.log_lines import Repetition
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.records import Records
+from checkmate.shadow.logic.repair import StreamRepair
 from checkmate.shadow.receive.hold_plans import (
     FARTHEST,
     SETS,
@@ -59,6 +60,13 @@ class StreamState:
     """Seconds between the last iterations, if the sender tells."""
     stood: tuple[int, float] = (-1, 0.0)
     """A position below a recorded end, and the time since when it is unchanged."""
+    repair: StreamRepair | None = None
+    """What is asked of its sender again, if copies may be lost."""
+
+    @property
+    def checked(self) -> int:
+        """Its next byte; if it is being repaired, the first byte whose digest was not compared."""
+        return self.position if self.repair is None else self.repair.checked(self.position)
 
     def observe(
         self,
@@ -80,6 +88,12 @@ class StreamState:
     def discard(self) -> None:
         """Forget the connection, whose data is discarded."""
         self.received_bytes, self.connected = 0, False
+        self.forget_repair()
+
+    def forget_repair(self) -> None:
+        """Ask for nothing that was sent so far."""
+        if self.repair is not None:
+            self.repair = self.repair.renewed()
 
     def stands_below(self, end: int, now: float) -> float:
         """Return the seconds that it has not moved below `end`, without our own pauses."""
@@ -336,6 +350,8 @@ class Hold:
         self.seeds_asked_at = self._record_since = 0.0
         self.joined = iteration
         self.released = self.in_full = iteration - 1
+        for stream in self.streams:
+            stream.forget_repair()
 
     def settle(self) -> None:
         """Stop receiving, and keep the state for readers. Discard iterations that are not stepped."""
@@ -351,7 +367,7 @@ class Hold:
         """Update the last iteration that is complete."""
         if not records.complete(self.in_full + 1):
             return
-        through = [whole_through(s.layout, self.first, s.position) for s in self.streams]
+        through = [whole_through(s.layout, self.first, s.checked) for s in self.streams]
         whole = [iteration for iteration in through if iteration is not None]
         while records.complete(self.in_full + 1) and all(last > self.in_full for last in whole):
             self.in_full += 1
@@ -406,7 +422,13 @@ class Hold:
             end = records.ends.get((plan.sender, plan.channel, plan.shard), 0)
             is_lost = end - stream.position >= FARTHEST  # reconnecting would not bring it
             if is_lost or stream.stands_below(end, now) > grace:
-                return f"{plan}: {counted(end - stream.position, 'byte has', 'bytes have')} not come"
+                why = f"{plan}: {counted(end - stream.position, 'byte has', 'bytes have')} not come"
+                if is_lost or stream.repair is None or plan.sender not in records.repairs_from:
+                    return why
+                if self._iteration_at(stream) < records.repairs_from[plan.sender]:
+                    return f"{why}, and the rank does not have them any more"
+            if stream.repair is not None and (fault := stream.repair.fault(now, RECORD_GRACES * grace)):
+                return f"{plan}: {fault}"
         following = self.in_full + 1
         since = records.missing.since(following)
         if since is not None and now - since > grace:
@@ -416,6 +438,49 @@ class Hold:
         elif now - (self._record_since or now) > RECORD_GRACES * grace:
             return f"the record of iteration {following} has not come"
         return None
+
+    def missing_ranges(self, records: Records, sender: int, now: float) -> Iterator[pb.MissingRange]:
+        """Yield what to ask of the rank that sends these streams."""
+        for stream in self.streams if not self.settled else ():
+            plan = stream.plan
+            if stream.repair is None or plan.sender != sender or not stream.connected:
+                continue
+            end = records.ends.get((sender, plan.channel, plan.shard), 0)
+            stands = stream.stands_below(end, now)
+            least = stream.position - stream.position % max(stream.layout.nbytes, 1)
+            request = stream.repair.request(stream.position, end, stands, now, least=least)
+            if request is not None:
+                yield pb.MissingRange(
+                    channel=plan.channel,
+                    shard=plan.shard,
+                    start=request.start,
+                    missing=request.missing,
+                    stop=request.stop,
+                )
+
+    def awaits_digest(self, sender: int, repaired: pb.RepairedRange) -> bool:
+        """Return whether a digest is that of bytes that were asked for and have come."""
+        stream = self._repaired_stream(sender, repaired)
+        if self.settled or stream is None or stream.repair is None:
+            return False
+        return stream.repair.awaits(repaired.start, repaired.stop, stream.position)
+
+    def note_repaired(self, sender: int, repaired: pb.RepairedRange, *, is_equal: bool) -> None:
+        """Note whether bytes that were sent again have this digest, unless the hold has rejoined since."""
+        stream = self._repaired_stream(sender, repaired)
+        if stream is not None and stream.repair is not None and self.awaits_digest(sender, repaired):
+            if is_equal:
+                stream.repair.confirm()
+            else:
+                stream.repair.refute()
+
+    def _repaired_stream(self, sender: int, repaired: pb.RepairedRange) -> StreamState | None:
+        key = (sender, repaired.channel, repaired.shard)
+        return next((s for s in self.streams if (s.plan.sender, s.plan.channel, s.plan.shard) == key), None)
+
+    def _iteration_at(self, stream: StreamState) -> int:
+        """Return the iteration of a stream's next byte that counts."""
+        return self.first + stream.checked // stream.layout.nbytes
 
     def lag_seconds(self, newest: int, now: float) -> float:
         """Return how long it has been more than one iteration behind; 0 if it is not, or joins."""

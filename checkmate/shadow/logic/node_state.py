@@ -138,6 +138,12 @@ class NodeState:
         self.leaving.check_here()
         return in_start(self.groups.get(number), number, message)
 
+    def repaired_group(self, number: int, message: pb.RecordPart) -> ShadowGroup | None:
+        """Return a group whose streams may be repaired: of the start of `message`, and not in a restart."""
+        group = self.groups.get(number)
+        is_same = group is not None and (group.begin.run, group.begin.start) == (message.run, message.start)
+        return group if is_same and self.phase is Phase.OPEN else None
+
     def take_up(self, job: Job, now: float) -> None:
         """Go on with a job file in which the ranks have changed.
 

@@ -106,6 +106,8 @@ class Records:
         self.first = first
         self.ends: dict[StreamKey, int] = {}
         """Newest recorded end of each stream."""
+        self.repairs_from: dict[int, int] = {}
+        """The oldest iteration that each rank can send again, by position, of those that can."""
         self.newest = first - 1
         """The newest iteration with a part."""
         self.missing = Spans()

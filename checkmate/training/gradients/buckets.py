@@ -23,6 +23,7 @@ from checkmate.events.process_log import say
 from checkmate.ring.place import RingError
 from checkmate.state import DTYPES
 from checkmate.training.gradients.reducer import Reducer
+from checkmate.training.gradients.repairs import Repairs
 from checkmate.training.gradients.staging import FutureBuffer, Staging
 from checkmate.training.record.capture import StepCopies
 from checkmate.wire.layout import Layout
@@ -38,6 +39,10 @@ class CopiedGradients(Protocol):
     """Number of the last synchronising backward that began."""
     error: RingError | None
     """The reason why backward fails, if it does."""
+
+    @property
+    def repairs(self) -> Repairs | None:
+        """What sends lost copies again; `None` if none are lost."""
 
     def stream_ends(self, iteration: int) -> Mapping[tuple[int, int], int]:
         """Return the bytes of each stream that this rank sends, by channel and shard, after an iteration."""
@@ -138,6 +143,11 @@ class GradientBuckets:
             reducer.open(self._reduced.put, self._fail)
             undo.callback(reducer.close)
             self._undo = undo.pop_all()
+
+    @property
+    def repairs(self) -> Repairs | None:
+        """What sends lost copies again."""
+        return self._reducer.repairs
 
     @property
     def all_lent(self) -> bool:

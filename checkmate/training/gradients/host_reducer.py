@@ -103,6 +103,7 @@ class HostReducer:
         `share`: this rank's, which `inner` reduces.
         """
         self.layout = merged.layout
+        self.repairs = inner.repairs
         self._inner_buckets = [index for index, owner in enumerate(merged.owners) if owner == share]
         inner_tensors = dict(zip(self._inner_buckets, inner.tensors, strict=True))
         host = torch.device("cpu")
@@ -155,6 +156,7 @@ class HostReducer:
     def give_up(self) -> None:
         """Note that the script ends by an error."""
         self._given_up = True
+        self._inner.give_up()
 
     def close(self) -> None:
         """End the threads. A bucket in progress fails and breaks all rings."""

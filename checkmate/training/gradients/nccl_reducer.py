@@ -40,6 +40,9 @@ class NcclReducer:
     there, too. So the end of a stream follows from the number of launches, not from what was sent so far.
     """
 
+    repairs = None
+    """Sends are the plugin's, and their bytes the device's: nothing is kept to be sent again."""
+
     def __init__(
         self,
         layout: Layout,

@@ -112,6 +112,8 @@ class PartCopies:
     """Number of the last iteration that began; `first_iteration` - 1 before the first."""
     error: RingError | None = None
     """Nothing breaks training here."""
+    repairs = None
+    """A stream that lacks something gets it on a new connection."""
     beside = b""
     """What of the optimizer's state is in none of the tensors, as plain state, if the state is copied."""
     is_due = False

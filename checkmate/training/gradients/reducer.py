@@ -9,6 +9,7 @@ import torch
 
 from checkmate.ring.place import RingError
 from checkmate.state import DTYPES
+from checkmate.training.gradients.repairs import Repairs
 from checkmate.training.gradients.staging import Staging
 from checkmate.wire.layout import BucketLayout, Layout
 
@@ -18,6 +19,10 @@ Ends = Mapping[tuple[int, int], int]
 
 class Reducer(Protocol):
     """Averages or sums a layout's buckets over all replicas, in order of index, each once per iteration."""
+
+    @property
+    def repairs(self) -> Repairs | None:
+        """What sends lost copies again; `None` if the job's network loses none."""
 
     @property
     def layout(self) -> Layout:

@@ -15,6 +15,7 @@ from checkmate.ring.place import RingError
 from checkmate.ring.steps import SLICE_BYTES, allreduce_steps
 from checkmate.tagger import TaggedSocket
 from checkmate.training.gradients.reducer import Ends, zero_buckets
+from checkmate.training.gradients.repairs import Repairs
 from checkmate.training.gradients.staging import Staging, staging_for
 from checkmate.wire.layout import Layout
 from checkmate.wire.schedule import side_of
@@ -23,6 +24,10 @@ SWITCH_SECONDS: Final = 0.0005
 """Python's switch interval while a reducer is open. After each slice a thread of the ring waits this long
 for a main thread that computes in Python; the default of 5 ms is longer than most slices take.
 """
+
+
+REPAIRED_SECONDS: Final = 10.0
+"""Time for which a rank that has ended takes the repairs of the rank before."""
 
 
 class RingReducer:
@@ -39,11 +44,14 @@ class RingReducer:
         first_id: int = 0,
         pinned: bool = False,
         divisor: int | None = None,
+        repairs: Repairs | None = None,
     ) -> None:
         """Allocate buckets, in `pinned` memory if gradients are on a GPU.
 
-        `first_id`: shard 0's in tags. `divisor`: of sums; the number of ranks by default.
+        `first_id`: shard 0's in tags. `divisor`: of sums; the number of ranks by default. `repairs`: keeps
+        what is tagged, if copies may be lost.
         """
+        self.repairs: Final = repairs
         self.layout = layout
         self.tensors: Sequence[torch.Tensor] = zero_buckets(layout, torch.device("cpu"), pinned=pinned)
         self._ring = ring
@@ -58,6 +66,7 @@ class RingReducer:
             for channel, sender in enumerate(ring.senders):
                 if isinstance(sender, TaggedSocket):
                     self._streams |= {(channel, shard): (sender, first_id + shard) for shard in shards}
+        self._gives_up = False
         self._engine: Engine
         self._interval: float
 
@@ -76,7 +85,7 @@ class RingReducer:
             on_error,
             divisor=self._divisor,
         )
-        self._engine.bind(self.tensors)
+        self._engine.bind(self.tensors, None if self.repairs is None else self.repairs.keep)
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_SECONDS, self._interval))
 
@@ -103,10 +112,13 @@ class RingReducer:
         self._ring.abort()
 
     def give_up(self) -> None:
-        """Do nothing: there are no other ranks of this host."""
+        """Note that the script ends by an error, so that nobody waits for repairs."""
+        self._gives_up = True
 
     def close(self) -> None:
         """End the threads. A bucket in progress fails and breaks the ring."""
         self._engine.close()
+        if self.repairs is not None:
+            self.repairs.close(0.0 if self._gives_up else REPAIRED_SECONDS)
         if abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6:  # unless someone else has changed it
             sys.setswitchinterval(self._interval)

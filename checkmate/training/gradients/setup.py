@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
@@ -12,13 +13,14 @@ from checkmate.job.mesh import group_name
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
 from checkmate.ring.connections import Ring, connect_ring
-from checkmate.ring.place import RingPlace, RingTimeout, host_ports, ring_ports
+from checkmate.ring.place import RingPlace, RingTimeout, host_ports, repair_ports, ring_ports
 from checkmate.tagger import Tagger, TaggerUnavailable
 from checkmate.training.errors import SessionError
 from checkmate.training.gradients.buckets import GradientBuckets, GradientFront
 from checkmate.training.gradients.ddp_hook import GradientHook, resumed_reduction
 from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge
 from checkmate.training.gradients.reducer import Reducer
+from checkmate.training.gradients.repairs import Repairs
 from checkmate.training.gradients.ring_reducer import RingReducer
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.model.trained import TrainedModel
@@ -27,6 +29,7 @@ from checkmate.training.start import exchange
 from checkmate.training.start.places import Place, Start
 from checkmate.training.start.survivor import Survivor
 from checkmate.wire.layout import Layout
+from checkmate.wire.schedule import StreamName
 
 
 def make_reducer(
@@ -57,9 +60,15 @@ def make_reducer(
     layout = layouts[place.group]
     if place.job.collective == "ring":
         pinned = any(device.type == "cuda" for device in devices)
-        ring = connect(place, layout, start, undo)
+        ring, repairs = connect(place, layout, start, undo)
         divisor = place.replicas if average else 1
-        reducer = RingReducer(ring, layout, first_id=place.first_id, pinned=pinned, divisor=divisor)
+        reducer = RingReducer(
+            *(ring, layout),
+            first_id=place.first_id,
+            pinned=pinned,
+            divisor=divisor,
+            repairs=repairs,
+        )
         if not place.together:
             return reducer, []
         rings = undo.enter_context(HostRings(host_place(place, layouts, start)))
@@ -155,8 +164,10 @@ def _fingerprint(layout: bytes, start: Start, more: str) -> bytes:
     return hashlib.blake2b(common, digest_size=16).digest()
 
 
-def connect(place: Place, layout: Layout, start: Start, undo: ExitStack) -> Ring:
-    """Connect the ring, with a tagger on boundary ranks; `undo` closes both.
+def connect(place: Place, layout: Layout, start: Start, undo: ExitStack) -> tuple[Ring, Repairs | None]:
+    """Connect the ring, with a tagger on boundary ranks, and what repairs copies, if they may be lost.
+
+    `undo` closes the connections.
 
     Raises:
         KeysError: The keys of role trainer are missing or can't be used.
@@ -188,10 +199,32 @@ def connect(place: Place, layout: Layout, start: Start, undo: ExitStack) -> Ring
         raise TaggerUnavailable(str(missing), str(remedy))
     try:
         ring = undo.enter_context(connect_ring(where, tagger))
+        repairs = None if place.job.lossless else _connect_repairs(where, place, layout, start, tagger, undo)
     except RingTimeout as error:
         raise RingTimeout(
             f"{error}. Do all ranks run, and has `checkmate run` installed the job on its switches? "
             "`checkmate status JOB` shows that"
         ) from error
     Tagger.give_up_capabilities()  # also on ranks that do not tag: all hosts have the same starter
-    return ring
+    return ring, repairs
+
+
+def _connect_repairs(
+    where: RingPlace, place: Place, layout: Layout, start: Start, tagger: Tagger | None, undo: ExitStack
+) -> Repairs:
+    """Connect a ring with one channel, between the same addresses, for what is sent again."""
+    again = replace(
+        where,
+        channels=1,
+        fingerprint=_fingerprint(layout.fingerprint, start, f" {place.group}, repairs"),
+        ports=repair_ports(place.job, place.group),
+    )
+    ring = undo.enter_context(connect_ring(again, tagger))
+    nbytes = {}
+    if place.side is not None:
+        for channel in range(place.job.channels):
+            for shard in sorted({bucket.shard for bucket in layout.buckets}):
+                name = StreamName(place.position, channel, shard)
+                laid = layout.slicing.stream(layout.schedule, name, place.job.channels, place.ranks)
+                nbytes[channel, shard] = laid.nbytes
+    return Repairs(ring, nbytes, start.next_iteration, place.first_id)

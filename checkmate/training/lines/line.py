@@ -14,6 +14,7 @@ import selectors
 import socket
 import ssl
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -50,6 +51,8 @@ _WARNINGS_MAX, _TEXT_MAX = 16, 1000
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 1.0
 _AT_ONCE: Final = 1 << 20  # bytes taken from the queue before they are written
 _VANISHED_SECONDS: Final = 15
+_POLL_SECONDS: Final = (0.005, 0.05)
+"""Between questions for what a node lacks: right after a repair, and else."""
 _WAIT: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -79,6 +82,7 @@ class Line:
         *,
         tls: ssl.SSLContext | None = None,
         at_risk: Callable[[int], str] = lambda node: "",
+        repairs: pb.RecordPart | None = None,
     ) -> None:
         """Create it; `start` connects.
 
@@ -90,7 +94,11 @@ class Line:
             on_begun: Called with a request that the node has accepted, before it is sent records.
             tls: Use TLS with this context.
             at_risk: Returns in words what nobody else has if the node with this id is lost, or "".
+            repairs: If the node may ask for copies again, the fields that all parts of this rank share.
         """
+        self._repairs = repairs
+        self._repaired: list[pb.RepairedRange] = []
+        self._poll_at = 0.0  # when to ask next what is missing
         self.node = node
         self.stub = stub
         self.begin_accepted = threading.Event()
@@ -134,6 +142,13 @@ class Line:
             self._nbytes += len(data)
             while self._nbytes > QUEUED_BYTES and len(self._parts) > QUEUED_RECORDS:
                 self._drop_oldest()
+        os.eventfd_write(self._wake, 1)
+
+    def tell_repaired(self, repaired: pb.RepairedRange) -> None:
+        """Tell the node at once what was sent again. If it does not hear of it, it asks again."""
+        with self._condition:
+            self._repaired.append(repaired)
+            self._poll_at = 0.0
         os.eventfd_write(self._wake, 1)
 
     def departed(self, iteration: int) -> bool:
@@ -259,7 +274,9 @@ class Line:
                     self._kernel_iteration = self._dequeued_iteration
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
                 selector.modify(sock, events)
-                ready = {key.fd for key, _ in selector.select()}
+                wait = None if self._repairs is None else max(self._poll_at - time.monotonic(), 0.0)
+                ready = {key.fd for key, _ in selector.select(None if outgoing else wait)}
+                outgoing += self._poll() if not outgoing else b""
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 if self._closing.is_set() or (self._finishing and not self._parts):
@@ -299,6 +316,18 @@ class Line:
             if self._finishing and not self._flushed and self._count_sent == len(self._parts):
                 self._flushed = True
                 yield pack(b"", ANSWER)
+
+    def _poll(self) -> bytes:
+        """Return the question for what the node lacks of this rank's streams, when it is time."""
+        now = time.monotonic()
+        if self._repairs is None or now < self._poll_at:
+            return b""
+        with self._condition:
+            repaired, self._repaired = self._repaired, []
+            self._poll_at = now + (_POLL_SECONDS[0] if repaired else _POLL_SECONDS[1])
+        part = pb.RecordPart(iteration=-1, repair=pb.RepairTalk(repaired=repaired))
+        part.MergeFrom(self._repairs)
+        return pack(part.SerializeToString(), ANSWER)
 
     def _handle_answer(self, reply: pb.RecordReply) -> None:
         if self._complaint:

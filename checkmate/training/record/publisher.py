@@ -110,8 +110,17 @@ class Publisher:
         author: pb.RecordPart,
         sinks: Sequence[RecordSink],
         has_passed: HasPassed,
+        repairs_from: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """Start it. `has_passed`: as `CopiedGradients.has_passed` (`gradients.buckets`)."""
+        """Start it.
+
+        Args:
+            author: The fields that all parts of the rank share.
+            sinks: The lines to nodes.
+            has_passed: As `CopiedGradients.has_passed` (`gradients.buckets`).
+            repairs_from: Returns the oldest iteration that this rank can send again, if any.
+        """
+        self._repairs_from = repairs_from
         self._author = author
         self._sinks = sinks
         self._has_passed = has_passed
@@ -234,7 +243,11 @@ class Publisher:
 
     def _progress(self, sink: RecordSink) -> bytes:
         """Return what a part has for one node alone: serialized messages that follow each other are one."""
-        progress = pb.RankProgress(trained=self._last_queued, waited_seconds=self._waited[sink.node.id])
+        progress = pb.RankProgress(
+            trained=self._last_queued,
+            waited_seconds=self._waited[sink.node.id],
+            repairs_from=self._repairs_from(),
+        )
         return pb.RecordPart(progress=progress).SerializeToString()
 
     def _note(self, iteration: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -44,6 +44,10 @@ _SUPERSEDED: Final = (
     "from now on is not kept. If torchrun was started a second time while this one ran, end one of the two. "
     "This one is followed again once it is restarted"
 )
+
+
+Repair = Callable[[int, pb.MissingRange, Callable[[pb.RepairedRange], None]], None]
+"""Sends again what a node asks for, and then calls a function with what that was."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +130,25 @@ class Followers:
     `close` ends all threads. Queued messages are lost.
     """
 
-    def __init__(self, opening: Opening, stubs: Stubs, source: SeedSource, slices: Slices | None) -> None:
-        """Create the lines and seeders. `slices`: told about suspects; `None` on all but the first rank."""
+    def __init__(
+        self,
+        opening: Opening,
+        stubs: Stubs,
+        source: SeedSource,
+        slices: Slices | None,
+        repair: Repair | None = None,
+    ) -> None:
+        """Create the lines and seeders.
+
+        Args:
+            opening: Creates messages.
+            stubs: To all nodes.
+            source: The values of seeds.
+            slices: Told about suspects; `None` on all but the first rank.
+            repair: Sends lost copies again; `None` if there are none, or this rank tags nothing.
+        """
         self._opening = opening
+        self._repair = repair
         self._slices = slices
         self._place = place = opening.place
         self._stubs = stubs
@@ -145,6 +165,7 @@ class Followers:
                     *(node, stubs.to(node.id), begin, self._replied, self._on_begun),
                     tls=stubs.tls,
                     at_risk=self._at_risk,
+                    repairs=None if repair is None else opening.author(),
                 )
                 for node in place.nodes
             ]
@@ -202,12 +223,16 @@ class Followers:
                 line.finish(until - time.monotonic())
 
     def await_stepped(self, iteration: int, deadline: float) -> None:
-        """Wait until the nodes have stepped an iteration; log a warning if they have not by the deadline."""
+        """Wait until the nodes have stepped an iteration.
+
+        If they have not by the deadline, the first rank logs a warning.
+        """
         if not self.lines or "superseded" in self._noted:
             return
         opening = self._opening
         incarnation = opening.start.plan.incarnation
-        if missing := await_stepped(self._place, self._stubs, incarnation, iteration, deadline):
+        missing = await_stepped(self._place, self._stubs, incarnation, iteration, deadline)
+        if missing and self._place.first:
             _log.warning(
                 "training ends, but shadow nodes have not stepped iteration %d: %s", iteration, missing
             )
@@ -275,6 +300,10 @@ class Followers:
 
     def _replied(self, node: int, reply: pb.RecordReply) -> None:
         """Handle a node's answer to a record. This rank seeds only its own share of the shards."""
+        if reply.missing:
+            self._send_again(node, reply.missing)
+        if reply.iteration < 0 and not reply.superseded:
+            return  # to a question, not to a record
         for request in reply.wanted:
             if request.shard < self._place.shards and (
                 shard_numbers := seeded_by(self._place, self._opening.layout, request.shard)
@@ -298,6 +327,20 @@ class Followers:
         if is_news and reply.trouble != self._troubles[node]:
             self._troubles[node] = reply.trouble
             self._say_trouble(node, reply)
+
+    def _send_again(self, node: int, ranges: Iterable[pb.MissingRange]) -> None:
+        """Have bytes sent again that a node lacks of its own shards."""
+        line = next(line for line in self.lines if line.node.id == node)
+        for missing in ranges:
+            holders = self._place.holders(missing.shard) if missing.shard < self._place.shards else ()
+            if self._repair is not None and node in [holder.id for holder in holders]:
+                self._repair(node, missing, line.tell_repaired)
+            elif self._is_new(f"foreign {node}"):
+                _log.warning(
+                    "shadow node %d asks for copies of shard %d, which it does not hold: they are not sent "
+                    "again. Is its job file another one?",
+                    *(node, missing.shard),
+                )
 
     def _is_new(self, subject: str) -> bool:
         """Return whether something is noted for the first time. Each line has a thread."""

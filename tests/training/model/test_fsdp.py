@@ -176,6 +176,8 @@ def test_a_pytorch_without_the_hook_is_named(monkeypatch: pytest.MonkeyPatch) ->
 class OneRank:
     """A reducer of one rank: its gradients are the average."""
 
+    repairs = None
+
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.tensors = zero_buckets(layout, torch.device("cpu"))

@@ -1,0 +1,224 @@
+"""Simulation: streams whose frames get lost come whole, in bounded traffic, while the rank keeps the bytes.
+
+A rank sends an iteration at a time in frames, of which some do not arrive, nor do some of what it sends
+again. The node's kernel delivers nothing behind a hole, and keeps what fits into its window.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.logic.hold import Hold, StreamState
+from checkmate.shadow.logic.records import Records
+from checkmate.shadow.logic.repair import FIRST_BYTES, PAUSE_SECONDS, StreamRepair
+from checkmate.shadow.receive.hold_plans import HoldPlan, StreamPlan
+from checkmate.wire.copies import KEPT_ITERATIONS
+from checkmate.wire.repair import COMPARED_BYTES, MAX_BYTES, RepairRequest, SentStream, SentStreams, digest_of
+from checkmate.wire.schedule import StreamLayout
+
+POLL = 0.05
+FRAME = 1 << 10
+GRACE = 2.0
+PLAN = StreamPlan(0, 0, 0, 0)
+
+
+@dataclass
+class SimulatedKernel:
+    """A receiving socket: bytes behind a hole wait, up to a window behind the next byte in order."""
+
+    window: int
+    position: int = 0
+    data: bytearray = field(default_factory=bytearray)
+    behind: dict[int, bytes] = field(default_factory=dict)
+
+    def arrive(self, start: int, frame: bytes) -> None:
+        if start + len(frame) <= self.position or start + len(frame) > self.position + self.window:
+            return
+        self.behind[start] = frame
+        while ready := [s for s, f in self.behind.items() if s <= self.position]:
+            for begin in ready:
+                f = self.behind.pop(begin)
+                rest = f[max(0, self.position - begin) :]
+                self.data += rest
+                self.position += len(rest)
+
+
+class SimulatedTraining:
+    """A rank, a lossy link and a node with one stream, which asks what is missing at each poll."""
+
+    def __init__(
+        self, nbytes: int, loss: float, *, seed: int, window: int = 64 << 20, period: float = 0.2
+    ) -> None:
+        self.nbytes, self.loss, self.period = nbytes, loss, period
+        self.random = random.Random(seed)
+        self.sent = SentStreams({(0, 0): nbytes}, 0)
+        self.history = bytearray()
+        self.kernel = SimulatedKernel(window)
+        self.stream = StreamState(PLAN, StreamLayout((), (), nbytes), connected=True, repair=StreamRepair())
+        self.records = Records(1, 0)
+        self.hold = Hold(HoldPlan(0, 0, (), (PLAN,)), [], [self.stream], 0, 0)
+        self.hold.live = True
+        self.sent_again = 0
+        self.late = 0
+        self.gap: str | None = None
+        self.now = 0.0
+
+    def transmit(self, start: int, data: bytes) -> None:
+        for offset in range(0, len(data), FRAME):
+            if self.random.random() >= self.loss:
+                self.kernel.arrive(start + offset, data[offset : offset + FRAME])
+
+    def iterate(self, iteration: int, until: float) -> None:
+        data = self.random.randbytes(self.nbytes)
+        self.sent.add((0, 0), memoryview(data), self.now)
+        self.transmit(len(self.history), data)
+        self.history += data
+        part = pb.RecordPart(iteration=iteration)
+        part.ends.add(end=len(self.history))
+        self.records.add(part, self.now)
+        oldest = self.sent.oldest
+        assert oldest is not None
+        self.records.repairs_from[0] = oldest
+        while self.now < until and self.gap is None:
+            self.now += POLL
+            self.poll()
+        self.late += self.hold.in_full < iteration - 1
+
+    def poll(self) -> None:
+        self.observe()
+        for missing in self.hold.missing_ranges(self.records, 0, self.now):
+            self.answer(missing)
+        self.observe()
+        self.hold.update(self.records)
+        self.hold.released = self.hold.in_full
+        self.gap = self.hold.gap(self.records, self.now, GRACE)
+
+    def answer(self, missing: pb.MissingRange) -> None:
+        request = RepairRequest(missing.start, missing.missing, missing.stop)
+        assert request.is_sound
+        data = self.sent.read((0, 0), request.start, request.stop)
+        if data is None or self.random.random() < self.loss:
+            return
+        self.sent_again += request.stop - request.missing
+        self.transmit(request.missing, data[request.missing - request.start :])
+        self.observe()
+        repaired = pb.RepairedRange(start=request.start, stop=request.stop, digest=digest_of(data))
+        if self.hold.awaits_digest(0, repaired):
+            came = digest_of(self.kernel.data[request.start : request.stop])
+            self.hold.note_repaired(0, repaired, is_equal=came == repaired.digest)
+
+    def observe(self) -> None:
+        self.stream.observe(
+            self.kernel.position, self.kernel.position, connected=True, paused=False, queued=0
+        )
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("holes", [0.1, 1, 10])
+def test_all_comes_whole(holes: float, seed: int) -> None:
+    """With up to ten lost frames in an iteration of a stream, and repairs that are lost as often."""
+    nbytes = 200 * FRAME + 17
+    training = SimulatedTraining(nbytes, holes / 200, seed=seed)
+    for iteration in range(100):
+        training.iterate(iteration, training.now + training.period)
+    for _ in range(60):
+        training.now += POLL
+        training.poll()
+    assert training.gap is None
+    assert training.hold.in_full == 99
+    assert training.kernel.data == training.history
+    assert training.sent_again < 3 * len(training.history)
+    if holes <= 1:
+        assert training.late <= 5
+
+
+def test_nothing_is_asked_without_losses() -> None:
+    training = SimulatedTraining(100 * FRAME, 0.0, seed=0)
+    for iteration in range(20):
+        training.iterate(iteration, training.now + training.period)
+    assert not training.sent_again and not training.stream.repair.requested  # type: ignore[union-attr]
+
+
+def test_a_window_that_is_full_is_repaired_too() -> None:
+    """What is beyond the window is lost as well, and asked for in larger and larger pieces."""
+    training = SimulatedTraining(1000 * FRAME, 0.001, seed=3, window=100 * FRAME, period=1.0)
+    for iteration in range(20):
+        training.iterate(iteration, training.now + training.period)
+    assert training.gap is None
+    assert training.hold.in_full >= 18
+    assert training.kernel.data == training.history[: training.kernel.position]
+
+
+def test_what_nobody_has_any_more_is_a_gap() -> None:
+    training = SimulatedTraining(100 * FRAME, 0.0, seed=0)
+    training.loss = 1.0
+    iteration = 0
+    while training.gap is None and iteration < 100:
+        training.iterate(iteration, training.now + training.period)
+        iteration += 1
+    assert training.gap is not None
+    assert "asked for again, and not repaired" in training.gap or "have them any more" in training.gap
+
+
+def test_wrong_bytes_are_a_gap() -> None:
+    """The rank's memory is not what it has sent: what came before the hole shows that."""
+    training = SimulatedTraining(100 * FRAME, 0.05, seed=1)
+    read = training.sent.read
+    training.sent.read = lambda stream, start, stop: read(stream, start + 1, stop + 1)  # type: ignore[method-assign]
+    for iteration in range(20):
+        training.iterate(iteration, training.now + training.period)
+        if training.gap is not None:
+            break
+    assert training.gap is not None and "differs" in training.gap
+
+
+def test_a_request_is_repeated_more_and_more_rarely() -> None:
+    repair = StreamRepair()
+    asked = [t / 100 for t in range(1000) if repair.request(0, 10 * FRAME, t / 100, t / 100, least=0)]
+    pauses = [round(later - earlier, 1) for earlier, later in itertools.pairwise(asked)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] >= PAUSE_SECONDS[0] and pauses[-1] <= PAUSE_SECONDS[1] + 0.011
+    assert repair.fault(10.0, 5.0) and not repair.fault(4.0, 5.0)
+
+
+def test_each_further_hole_doubles_the_request() -> None:
+    repair, position, sizes = StreamRepair(), 0, list[int]()
+    while len(sizes) < 12:
+        request = repair.request(position, 1 << 40, 1.0, 0.0, least=position)
+        assert request is not None
+        sizes.append(request.stop - request.missing)
+        assert repair.checked(request.stop + 5) == position
+        assert repair.awaits(request.start, request.stop, request.stop)
+        repair.confirm()
+        position = request.stop
+    assert sizes == [min(FIRST_BYTES << n, MAX_BYTES) for n in range(12)]
+    assert (
+        repair.request(1 << 40, 1 << 40, 1.0, 0.0, least=0) is None
+    )  # at its end, the next one is small again
+    request = repair.request(0, 1 << 40, 1.0, 0.0, least=0)
+    assert request is not None and request.stop == FIRST_BYTES
+
+
+def test_what_is_kept_is_bounded_and_read_as_it_was() -> None:
+    stream = SentStream(40 << 20, 5)
+    data = [bytes([n]) * (40 << 20) for n in range(3)]
+    for n, iteration in enumerate(data):
+        for start in range(0, len(iteration), 3 << 20):
+            stream.add(memoryview(iteration)[start : start + (3 << 20)], now=2.0 * n)
+    assert stream.oldest == 5 + 3 - KEPT_ITERATIONS
+    edge = 2 * (40 << 20)
+    assert stream.read(edge - 3, edge + 2) == b"\x01" * 3 + b"\x02" * 2
+    assert stream.read((40 << 20) - 1, 40 << 20) is None  # dropped
+    assert stream.read(3 * (40 << 20) - 1, 3 * (40 << 20) + 1) is None  # not sent yet
+
+
+@pytest.mark.parametrize(
+    "numbers", [(0, 0, 0), (5, 4, 6), (0, 0, MAX_BYTES + COMPARED_BYTES + 1), (-1, 0, 5), (0, 7, 6)]
+)
+def test_requests_that_are_not_sound(numbers: tuple[int, int, int]) -> None:
+    assert not RepairRequest(*numbers).is_sound
