@@ -44,6 +44,7 @@ class Lab:
         name: str | None = None,
         mtu: int = 1500,
         loss: float = 0.0,
+        copy_loss: float = 0.0,
         jitter: float = 0.0,
         offloads: bool | None = None,
         switch_cpus: Collection[int] | None = None,
@@ -58,6 +59,7 @@ class Lab:
             name: The lab's name; by default the topology's.
             mtu: MTU of the training network, in bytes.
             loss: Share of frames that training links lose in each direction.
+            copy_loss: Share of frames that are lost between switches and shadow nodes.
             jitter: Longest delay of training links in each direction, in seconds; frames stay in order.
             offloads: Whether interfaces segment and compute checksums; by default as the target needs.
             switch_cpus: CPUs of the switches, on which they go first; by default all.
@@ -70,17 +72,17 @@ class Lab:
         if not 1280 <= mtu <= 9000:
             raise BadDescription(f"invalid MTU {mtu}; use 1500, or up to 9000")
         self.mtu = mtu
-        self.loss = loss
+        self.loss, self.copy_loss = loss, copy_loss
         if not 0 <= jitter <= 1:
             raise BadDescription(f"invalid jitter {jitter:g} s; use seconds from 0 to 1, such as 0.005")
         self.jitter = jitter
         self.offloads = offloads if offloads is not None else target == "softswitch"
         self.switch_cpus = switch_cpus
         self.switch_metrics = switch_metrics
-        if not topology.switches and (target != "softswitch" or mtu != 1500 or loss or jitter):
+        if not topology.switches and (target != "softswitch" or mtu != 1500 or loss or copy_loss or jitter):
             raise BadDescription(
                 f"lab {self.name} has neither switches nor training links, because hosts copy gradients "
-                "(copies: host): leave --target, --mtu, --loss and --jitter out"
+                "(copies: host): leave --target, --mtu, --loss, --copy-loss and --jitter out"
             )
         self.loss_by: str | None = None
         self._progress = progress
@@ -275,6 +277,8 @@ class Lab:
         )
         if self.loss:
             self.loss_by = links.lose(self.name, self.topology, self.loss)
+        if self.copy_loss:
+            links.lose_copies(self.name, self.topology, self.copy_loss)
         if has_cables:
             self._join_cables()
         for switch in self.topology.switches:

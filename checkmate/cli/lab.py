@@ -49,6 +49,9 @@ Name = Annotated[
 ]
 Mtu = Annotated[int, typer.Option("--mtu", help="MTU of the training links: 1500 or 9000.")]
 Loss = Annotated[str, typer.Option("--loss", help="Loss rate of the training links, such as 1%.")]
+CopyLoss = Annotated[
+    str, typer.Option("--copy-loss", help="Loss rate from switches to shadow nodes, such as 0.1%.")
+]
 Jitter = Annotated[
     str, typer.Option("--jitter", help="Maximum random delay of the training links, such as 5ms.")
 ]
@@ -69,12 +72,15 @@ class LabState:
     job_file: str
 
 
-def _lab(topology: str, target: str, name: str | None, mtu: int, share: str, delay: str) -> labs.Lab:
+def _lab(
+    topology: str, target: str, name: str | None, mtu: int, share: str, delay: str, copy_share: str
+) -> labs.Lab:
     """Return the lab. Raise `BadDescription` with the faults of all options."""
     parsed: dict[str, Callable[[], Any]] = {
         "topology": lambda: describe.load(topology),
         "target": lambda: target_of(target),
         "loss": lambda: loss.fraction(share),
+        "copy_loss": lambda: loss.fraction(copy_share),
         "jitter": lambda: jitter.seconds(delay),
     }
     values, faults = {}, []
@@ -99,12 +105,13 @@ def up(
     mtu: Mtu = 1500,
     share: Loss = "0",
     delay: Jitter = "0",
+    copy_share: CopyLoss = "0",
 ) -> None:
     """Create a lab, start its switches, and keep it. `checkmate lab down` removes it.
 
     Example: checkmate lab up single_tor --target bmv2
     """
-    lab = _lab(topology, target, name, mtu, share, delay)
+    lab = _lab(topology, target, name, mtu, share, delay, copy_share)
     with unwinding(), StepProgress(err) as steps:
         lab.report_to(steps)
         lab.up()
@@ -240,6 +247,7 @@ def run(
     mtu: Mtu = 1500,
     share: Loss = "0",
     delay: Jitter = "0",
+    copy_share: CopyLoss = "0",
     megabytes: Annotated[int, typer.Option(help="Size of the tensors that the rings gather.")] = 200,
     iterations: Annotated[int, typer.Option(help="Number of iterations.")] = 4,
     as_json: AsJson = False,
@@ -251,7 +259,7 @@ def run(
 
     Example: checkmate lab run two_tor --loss 1% --jitter 5ms
     """
-    lab = _lab(topology, target, name, mtu, share, delay)
+    lab = _lab(topology, target, name, mtu, share, delay, copy_share)
     if not lab.switches:
         raise describe.BadDescription(
             f"{topology} has no switch, whose copies `lab run` would compare: use checkmate lab up "

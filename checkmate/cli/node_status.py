@@ -163,6 +163,8 @@ def _hold_data(hold: pb.HoldStatus) -> dict[str, object]:
         "lag": lag(hold),
         "lag_seconds": hold.lag_seconds,
         "left_out": hold.left_out,
+        "repairs": hold.repairs,
+        "repair_bytes": hold.repair_bytes,
         "bytes": hold.bytes,
         "trouble": hold.trouble,
     }

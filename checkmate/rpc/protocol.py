@@ -10,14 +10,15 @@ from google.protobuf.message import Message
 
 from checkmate.base.wording import shortened
 
-PROTOCOL: Final = 11
+PROTOCOL: Final = 12
 """The version of messages, records, layouts and checkpoints. What lacks a version has 0, and is older.
 
 Version 1 had no `Reset`, layouts of version 2 no slicing, and those of version 3 no chunks, no
 shares and no types of gradients. Version 4 did not tell meshes apart, in
 version 5 seeds had another checksum, in version 6 plain state was an archive of `torch.save`, in
 version 7 ends of streams named a side, in version 8 ranks did not meet at nodes, version 9 had no
-copies of optimizer state, and in version 10 only the same ranks could resume from nodes.
+copies of optimizer state, in version 10 only the same ranks could resume from nodes, and in version 11
+nodes did not ask for copies again.
 """
 
 TEXT_MAX: Final = 256

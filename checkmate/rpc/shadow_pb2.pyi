@@ -657,6 +657,8 @@ class HoldStatus(google.protobuf.message.Message):
     LEFT_OUT_FIELD_NUMBER: builtins.int
     LAG_SECONDS_FIELD_NUMBER: builtins.int
     TRAINED_FIELD_NUMBER: builtins.int
+    REPAIRS_FIELD_NUMBER: builtins.int
+    REPAIR_BYTES_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     stepped: builtins.int
     """the last stepped iteration, or -1"""
@@ -698,6 +700,10 @@ class HoldStatus(google.protobuf.message.Message):
     """since it was last at most one iteration behind the trainers; 0: it is"""
     trained: builtins.int
     """the newest iteration that a rank has said to have trained, or -1"""
+    repairs: builtins.int
+    """of its streams, since it began"""
+    repair_bytes: builtins.int
+    """asked for again"""
     @property
     def shard(self) -> Global___Shard: ...
     def __init__(
@@ -726,10 +732,12 @@ class HoldStatus(google.protobuf.message.Message):
         left_out: builtins.int = ...,
         lag_seconds: builtins.float = ...,
         trained: builtins.int = ...,
+        repairs: builtins.int = ...,
+        repair_bytes: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["shard", b"shard"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "continues", b"continues", "doubtful", b"doubtful", "first_iteration", b"first_iteration", "generation", b"generation", "in_full", b"in_full", "incarnation", b"incarnation", "lacks_buffers", b"lacks_buffers", "lag_seconds", b"lag_seconds", "last", b"last", "left_out", b"left_out", "live", b"live", "offered", b"offered", "receiving", b"receiving", "run", b"run", "seeded", b"seeded", "shard", b"shard", "start", b"start", "stepped", b"stepped", "streams", b"streams", "trained", b"trained", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "continues", b"continues", "doubtful", b"doubtful", "first_iteration", b"first_iteration", "generation", b"generation", "in_full", b"in_full", "incarnation", b"incarnation", "lacks_buffers", b"lacks_buffers", "lag_seconds", b"lag_seconds", "last", b"last", "left_out", b"left_out", "live", b"live", "offered", b"offered", "receiving", b"receiving", "repair_bytes", b"repair_bytes", "repairs", b"repairs", "run", b"run", "seeded", b"seeded", "shard", b"shard", "start", b"start", "stepped", b"stepped", "streams", b"streams", "trained", b"trained", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___HoldStatus: typing_extensions.TypeAlias = HoldStatus

@@ -57,14 +57,21 @@ def families(status: pb.NodeStatus, tally: Tally, unread: int) -> Iterator[Metri
         "Streams that the shard expects, and that are not connected.",
         ((labels, hold.streams - hold.connected) for labels, hold in holds),
     )
-    left_out = CounterMetricFamily(
-        "checkmate_shadow_left_out_iterations",
+    yield _counter(
+        "left_out_iterations",
         "Iterations that ranks have left out, because the node took too little.",
-        labels=_OF_HOLD,
+        ((labels, hold.left_out) for labels, hold in holds),
     )
-    for labels, hold in holds:
-        left_out.add_metric(labels, hold.left_out)
-    yield left_out
+    yield _counter(
+        "repairs",
+        "Lost copies that a rank has sent again (lossless: false).",
+        ((labels, hold.repairs) for labels, hold in holds),
+    )
+    yield _counter(
+        "repair_bytes",
+        "Bytes of streams that ranks were asked for again.",
+        ((labels, hold.repair_bytes) for labels, hold in holds),
+    )
     states = StateSetMetricFamily("checkmate_shadow_hold_state", "What the shard does.", labels=_OF_HOLD)
     for labels, hold in holds:
         now = state_of(hold, status.fenced).plain
@@ -127,6 +134,13 @@ def not_ready(status: pb.NodeStatus) -> str:
 
 def _labels(status: pb.NodeStatus, hold: pb.HoldStatus) -> tuple[str, ...]:
     return status.job, str(hold.shard.group), str(hold.shard.shard), str(status.node)
+
+
+def _counter(name: str, text: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    family = CounterMetricFamily(f"checkmate_shadow_{name}", text, labels=_OF_HOLD)
+    for labels, value in values:
+        family.add_metric(labels, value)
+    return family
 
 
 def _gauge(name: str, text: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:

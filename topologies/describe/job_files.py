@@ -68,7 +68,7 @@ def job(topology: Topology, name: str) -> dict[str, Any]:
         "fabric": FABRIC_FILE,
         "channels": topology.channels,
         "replicas": topology.replicas,
-        **_collective(topology),
+        **_reduction(topology),
         **({"hosts": hosts} if hosts else {}),
         **(_mesh(topology) or {"dp_groups": [_group(group, hosts) for group in topology.groups]}),
         "shadow_nodes": [_shadow(node) for node in topology.shadow_nodes],
@@ -91,7 +91,7 @@ def topology_data(topology: Topology) -> dict[str, Any]:
         "example": topology.example,
         "channels": topology.channels,
         "replicas": topology.replicas,
-        **_collective(topology),
+        **_reduction(topology),
         "switches": [switch.name for switch in topology.switches],
         "links": [[link.a[0], link.b[0]] for link in topology.links],
         **({"hosts": hosts} if hosts else {}),
@@ -119,8 +119,10 @@ def as_yaml(data: dict[str, Any], title: str) -> str:
     return f"# {title}\n" + yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=110)
 
 
-def _collective(topology: Topology) -> dict[str, str]:
-    return {} if topology.collective == "ring" else {"collective": topology.collective}
+def _reduction(topology: Topology) -> dict[str, Any]:
+    """Return the keys of what reduces gradients, and of what becomes of lost copies, unless by default."""
+    collective = {} if topology.collective == "ring" else {"collective": topology.collective}
+    return collective | ({} if topology.lossless else {"lossless": False})
 
 
 def _mesh(topology: Topology) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 from checkmate.base.wording import counted
 from checkmate.job.faults import Fault, Path, show_path
-from checkmate.job.fields import GPUS_MOST, Collective, ValueLimits, at_most, items, whole
+from checkmate.job.fields import GPUS_MOST, Collective, Flag, ValueLimits, at_most, items, whole
 from checkmate.job.schema import Frozen, Mesh
 from checkmate.job.validation import parts, validated
 from topologies.describe import lab_mesh
@@ -53,6 +53,7 @@ class LabFile(Frozen):
     channels: Annotated[int, whole(1, 8)] = 1
     replicas: Annotated[int, whole(1, SHARDS_MAX)] = 1
     collective: Collective = "ring"
+    lossless: Flag = True
     switches: Annotated[tuple[_SwitchName, ...], items(1, 50)]
     links: Annotated[tuple[tuple[_SwitchName, _SwitchName], ...], at_most(150)] = ()
     hosts: Annotated[

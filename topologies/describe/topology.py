@@ -155,6 +155,8 @@ class Topology:
     """`None` if none of Checkmate's suits the groups."""
     beside: tuple[Topology, ...] = ()
     """Further jobs on the same switches, with hosts of their own (`together`)."""
+    lossless: bool = True
+    """Whether copies are lost only by an error; else the job has ranks send them again."""
 
     @property
     def copies(self) -> Literal["switch", "host"]:
@@ -376,6 +378,7 @@ class _SwitchBuilder(_Builder):
             shadows,
             self.lab.mesh,
             self.lab.example or _example(groups, self.lab.mesh),
+            lossless=self.lab.lossless,
         )
 
     def switches(self) -> tuple[SwitchNode, ...]:

@@ -172,11 +172,17 @@ def cut_ends(host: LabHost) -> list[tuple[str, str]]:
     return [(f"host{number}", f"switch{number}") for number in numbers]
 
 
-def lose(lab: str, topology: Topology, share: float) -> str | None:
-    """Drop frames in both directions on each training host's cables; return the mechanism.
+def lose_copies(lab: str, topology: Topology, share: float) -> str | None:
+    """Drop frames on their way from switches to shadow nodes; return the mechanism."""
+    by = None
+    for node in topology.shadow_nodes:
+        for nic in node.interfaces:
+            by = loss.add(name_of(lab, nic.switch), f"port{nic.port}", share)
+    return by
 
-    Links to shadow nodes are lossless, as with PFC.
-    """
+
+def lose(lab: str, topology: Topology, share: float) -> str | None:
+    """Drop frames in both directions on each training host's cables; return the mechanism."""
     by = None
     for host in topology.trainers:
         for nic in host.interfaces:

@@ -16,7 +16,8 @@ from topologies.traffic.verdict import StreamRow
 class HoldPart(DocumentPart):
     """A shard at a node. `lag`: iterations behind the trainers, since `lag_seconds` more than one.
 
-    `left_out`: iterations that ranks left out for it.
+    `left_out`: iterations that ranks left out for it. `repairs`: lost copies that ranks have sent again, for
+    which they were asked for `repair_bytes`.
     """
 
     dp_group: int
@@ -29,6 +30,8 @@ class HoldPart(DocumentPart):
     lag: int
     lag_seconds: float
     left_out: int
+    repairs: int
+    repair_bytes: int
     bytes: int
     trouble: str
 

@@ -277,6 +277,8 @@ def hold_status(
         left_out=left_out,
         trained=group.trained,
         lag_seconds=hold.lag_seconds(group.trained, now),
+        repairs=sum(stream.repair.count for stream in hold.streams if stream.repair is not None),
+        repair_bytes=sum(stream.repair.requested for stream in hold.streams if stream.repair is not None),
     )
 
 

@@ -123,6 +123,7 @@ def job(
     target: Target = "softswitch",
     shape: tuple[str, ...] = SMALL,
     loss: float = 0.0,
+    copy_loss: float = 0.0,
     jitter: float = 0.0,
     script: str = SCRIPT,
     shadow_options: tuple[str, ...] = (),
@@ -139,7 +140,7 @@ def job(
     )
     described = load(topology) if isinstance(topology, str) else topology
     with (
-        Lab(described, target, name=name, loss=loss, jitter=jitter) as lab,
+        Lab(described, target, name=name, loss=loss, copy_loss=copy_loss, jitter=jitter) as lab,
         Crew(lab) as crew,
         serving(crew) as controller,
     ):
