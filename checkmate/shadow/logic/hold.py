@@ -447,8 +447,10 @@ class Hold:
                 continue
             end = records.ends.get((sender, plan.channel, plan.shard), 0)
             stands = stream.stands_below(end, now)
-            least = stream.position - stream.position % max(stream.layout.nbytes, 1)
-            request = stream.repair.request(stream.position, end, stands, now, least=least)
+            nbytes = max(stream.layout.nbytes, 1)
+            begin = stream.position - stream.position % nbytes
+            within = range(begin, begin + nbytes)
+            request = stream.repair.request(stream.position, end, stands, now, within)
             if request is not None:
                 yield pb.MissingRange(
                     channel=plan.channel,

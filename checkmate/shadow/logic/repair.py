@@ -57,7 +57,7 @@ class StreamRepair:
         return position if self._request is None else min(position, self._request.start)
 
     def request(
-        self, position: int, end: int, stands: float, now: float, *, least: int
+        self, position: int, end: int, stands: float, now: float, within: range
     ) -> RepairRequest | None:
         """Return what to ask now, if anything.
 
@@ -66,7 +66,8 @@ class StreamRepair:
             end: Its recorded end.
             stands: Seconds for which it has not moved below that.
             now: The time.
-            least: The first byte that is certainly in the buckets still: that of its iteration.
+            within: The bytes of the iteration at `position`: what precedes them may have left the buckets,
+                and for what follows there may be no room, so that it would never be confirmed.
         """
         if self._request is None:
             if position >= end:
@@ -75,7 +76,8 @@ class StreamRepair:
             if stands < (NEXT_STANDS_SECONDS if self.repeats else STANDS_SECONDS):
                 return None
             self._opened_at = now
-            start, stop = max(least, position - COMPARED_BYTES), min(end, position + self._size)
+            start = max(within.start, position - COMPARED_BYTES)
+            stop = min(within.stop, end, position + self._size)
             return self._ask(start, position, stop, now, PAUSE_SECONDS[0])
         if now - self._asked_at < self._pause:
             return None

@@ -16,7 +16,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.hold import Hold, StreamState
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.logic.repair import FIRST_BYTES, PAUSE_SECONDS, StreamRepair
-from checkmate.shadow.receive.hold_plans import HoldPlan, StreamPlan
+from checkmate.shadow.receive.hold_plans import SETS, HoldPlan, StreamPlan
 from checkmate.wire.copies import KEPT_ITERATIONS
 from checkmate.wire.repair import COMPARED_BYTES, MAX_BYTES, RepairRequest, SentStream, SentStreams, digest_of
 from checkmate.wire.schedule import StreamLayout
@@ -24,7 +24,6 @@ from checkmate.wire.schedule import StreamLayout
 POLL = 0.05
 FRAME = 1 << 10
 GRACE = 2.0
-PLAN = StreamPlan(0, 0, 0, 0)
 
 
 @dataclass
@@ -49,109 +48,142 @@ class SimulatedKernel:
 
 
 class SimulatedTraining:
-    """A rank, a lossy link and a node with one stream, which asks what is missing at each poll."""
+    """A rank, and a node for each of its streams' shards, which step together, and ask at each poll."""
 
     def __init__(
-        self, nbytes: int, loss: float, *, seed: int, window: int = 64 << 20, period: float = 0.2
+        self,
+        nbytes: int,
+        loss: float,
+        *,
+        seed: int,
+        window: int = 64 << 20,
+        period: float = 0.2,
+        shards: int = 1,
     ) -> None:
         self.nbytes, self.loss, self.period = nbytes, loss, period
         self.random = random.Random(seed)
-        self.sent = SentStreams({(0, 0): nbytes}, 0)
-        self.history = bytearray()
-        self.kernel = SimulatedKernel(window)
-        self.stream = StreamState(PLAN, StreamLayout((), (), nbytes), connected=True, repair=StreamRepair())
-        self.records = Records(1, 0)
-        self.hold = Hold(HoldPlan(0, 0, (), (PLAN,)), [], [self.stream], 0, 0)
-        self.hold.live = True
-        self.sent_again = 0
-        self.late = 0
+        self.sent = SentStreams({(0, shard): nbytes for shard in range(shards)}, 0)
+        self.nodes = [SimulatedNode(shard, nbytes, window) for shard in range(shards)]
+        self.sent_again = self.late = 0
         self.gap: str | None = None
         self.now = 0.0
 
-    def transmit(self, start: int, data: bytes) -> None:
+    @property
+    def in_full(self) -> int:
+        """The last iteration that all nodes have."""
+        return min(node.hold.in_full for node in self.nodes)
+
+    def transmit(self, node: SimulatedNode, start: int, data: bytes) -> None:
         for offset in range(0, len(data), FRAME):
             if self.random.random() >= self.loss:
-                self.kernel.arrive(start + offset, data[offset : offset + FRAME])
+                node.kernel.arrive(start + offset, data[offset : offset + FRAME])
 
-    def iterate(self, iteration: int, until: float) -> None:
-        data = self.random.randbytes(self.nbytes)
-        self.sent.add((0, 0), memoryview(data), self.now)
-        self.transmit(len(self.history), data)
-        self.history += data
-        part = pb.RecordPart(iteration=iteration)
-        part.ends.add(end=len(self.history))
-        self.records.add(part, self.now)
+    def iterate(self, iteration: int) -> None:
+        """Send an iteration's bytes to all nodes, and poll them until the next one."""
+        until = self.now + self.period
+        for node in self.nodes:
+            data = self.random.randbytes(self.nbytes)
+            self.sent.add((0, node.shard), memoryview(data), self.now)
+            self.transmit(node, len(node.history), data)
+            node.history += data
+            part = pb.RecordPart(iteration=iteration)
+            part.ends.add(shard=node.shard, end=len(node.history))
+            node.records.add(part, self.now)
         oldest = self.sent.oldest
         assert oldest is not None
-        self.records.repairs_from[0] = oldest
+        for node in self.nodes:
+            node.records.repairs_from[0] = oldest
         while self.now < until and self.gap is None:
-            self.now += POLL
             self.poll()
-        self.late += self.hold.in_full < iteration - 1
+        self.late += self.in_full < iteration - 1
+
+    def finish(self, seconds: float = 3.0) -> None:
+        """Poll without further iterations."""
+        until = self.now + seconds
+        while self.now < until and self.gap is None:
+            self.poll()
 
     def poll(self) -> None:
-        self.observe()
-        for missing in self.hold.missing_ranges(self.records, 0, self.now):
-            self.answer(missing)
-        self.observe()
-        self.hold.update(self.records)
-        self.hold.released = self.hold.in_full
-        self.gap = self.hold.gap(self.records, self.now, GRACE)
+        self.now += POLL
+        for node in self.nodes:
+            node.observe()
+            for missing in node.hold.missing_ranges(node.records, 0, self.now):
+                self.answer(node, missing)
+            node.observe()
+            node.hold.update(node.records)
+        for node in self.nodes:
+            node.hold.released = self.in_full
+            self.gap = self.gap or node.hold.gap(node.records, self.now, GRACE)
 
-    def answer(self, missing: pb.MissingRange) -> None:
+    def answer(self, node: SimulatedNode, missing: pb.MissingRange) -> None:
         request = RepairRequest(missing.start, missing.missing, missing.stop)
         assert request.is_sound
-        data = self.sent.read((0, 0), request.start, request.stop)
+        data = self.sent.read((0, node.shard), request.start, request.stop)
         if data is None or self.random.random() < self.loss:
             return
         self.sent_again += request.stop - request.missing
-        self.transmit(request.missing, data[request.missing - request.start :])
-        self.observe()
-        repaired = pb.RepairedRange(start=request.start, stop=request.stop, digest=digest_of(data))
-        if self.hold.awaits_digest(0, repaired):
-            came = digest_of(self.kernel.data[request.start : request.stop])
-            self.hold.note_repaired(0, repaired, is_equal=came == repaired.digest)
+        self.transmit(node, request.missing, data[request.missing - request.start :])
+        node.observe()
+        repaired = pb.RepairedRange(
+            shard=node.shard, start=request.start, stop=request.stop, digest=digest_of(data)
+        )
+        if node.hold.awaits_digest(0, repaired):
+            came = digest_of(node.kernel.data[request.start : request.stop])
+            node.hold.note_repaired(0, repaired, is_equal=came == repaired.digest)
+
+
+class SimulatedNode:
+    """A node with one stream of one shard. It reads what there are buckets for."""
+
+    def __init__(self, shard: int, nbytes: int, window: int) -> None:
+        plan = StreamPlan(0, shard, 0, 0)
+        self.shard, self.nbytes = shard, nbytes
+        self.kernel = SimulatedKernel(window)
+        self.stream = StreamState(plan, StreamLayout((), (), nbytes), connected=True, repair=StreamRepair())
+        self.hold = Hold(HoldPlan(0, shard, (), (plan,)), [], [self.stream], 0, 0)
+        self.hold.live = True
+        self.records = Records(1, 0)
+        self.history = bytearray()
 
     def observe(self) -> None:
-        self.stream.observe(
-            self.kernel.position, self.kernel.position, connected=True, paused=False, queued=0
-        )
+        room = (self.hold.released + SETS + 1) * self.nbytes
+        position = min(self.kernel.position, room)
+        self.stream.observe(position, position, connected=True, paused=position == room, queued=0)
 
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("holes", [0.1, 1, 10])
 def test_all_comes_whole(holes: float, seed: int) -> None:
-    """With up to ten lost frames in an iteration of a stream, and repairs that are lost as often."""
-    nbytes = 200 * FRAME + 17
-    training = SimulatedTraining(nbytes, holes / 200, seed=seed)
+    """With up to ten lost frames in an iteration of each stream, and repairs that are lost as often."""
+    training = SimulatedTraining(200 * FRAME + 17, holes / 200, seed=seed, shards=2)
     for iteration in range(100):
-        training.iterate(iteration, training.now + training.period)
-    for _ in range(60):
-        training.now += POLL
-        training.poll()
+        training.iterate(iteration)
+    training.finish()
     assert training.gap is None
-    assert training.hold.in_full == 99
-    assert training.kernel.data == training.history
-    assert training.sent_again < 3 * len(training.history)
+    assert training.in_full == 99
+    for node in training.nodes:
+        assert node.kernel.data == node.history
+    assert training.sent_again < 3 * sum(len(node.history) for node in training.nodes)
     if holes <= 1:
-        assert training.late <= 5
+        assert training.late <= 10
 
 
 def test_nothing_is_asked_without_losses() -> None:
     training = SimulatedTraining(100 * FRAME, 0.0, seed=0)
     for iteration in range(20):
-        training.iterate(iteration, training.now + training.period)
-    assert not training.sent_again and not training.stream.repair.requested  # type: ignore[union-attr]
+        training.iterate(iteration)
+    assert not training.sent_again and not training.nodes[0].hold.streams[0].repair.requested  # type: ignore[union-attr]
 
 
 def test_a_window_that_is_full_is_repaired_too() -> None:
     """What is beyond the window is lost as well, and asked for in larger and larger pieces."""
     training = SimulatedTraining(1000 * FRAME, 0.001, seed=3, window=100 * FRAME, period=1.0)
     for iteration in range(20):
-        training.iterate(iteration, training.now + training.period)
+        training.iterate(iteration)
     assert training.gap is None
-    assert training.hold.in_full >= 18
-    assert training.kernel.data == training.history[: training.kernel.position]
+    assert training.in_full >= 18
+    (node,) = training.nodes
+    assert node.kernel.data == node.history[: node.kernel.position]
 
 
 def test_what_nobody_has_any_more_is_a_gap() -> None:
@@ -159,7 +191,7 @@ def test_what_nobody_has_any_more_is_a_gap() -> None:
     training.loss = 1.0
     iteration = 0
     while training.gap is None and iteration < 100:
-        training.iterate(iteration, training.now + training.period)
+        training.iterate(iteration)
         iteration += 1
     assert training.gap is not None
     assert "asked for again, and not repaired" in training.gap or "have them any more" in training.gap
@@ -171,7 +203,7 @@ def test_wrong_bytes_are_a_gap() -> None:
     read = training.sent.read
     training.sent.read = lambda stream, start, stop: read(stream, start + 1, stop + 1)  # type: ignore[method-assign]
     for iteration in range(20):
-        training.iterate(iteration, training.now + training.period)
+        training.iterate(iteration)
         if training.gap is not None:
             break
     assert training.gap is not None and "differs" in training.gap
@@ -179,7 +211,7 @@ def test_wrong_bytes_are_a_gap() -> None:
 
 def test_a_request_is_repeated_more_and_more_rarely() -> None:
     repair = StreamRepair()
-    asked = [t / 100 for t in range(1000) if repair.request(0, 10 * FRAME, t / 100, t / 100, least=0)]
+    asked = [t / 100 for t in range(1000) if repair.request(0, 10 * FRAME, t / 100, t / 100, range(1 << 40))]
     pauses = [round(later - earlier, 1) for earlier, later in itertools.pairwise(asked)]
     assert pauses == sorted(pauses)
     assert pauses[0] >= PAUSE_SECONDS[0] and pauses[-1] <= PAUSE_SECONDS[1] + 0.011
@@ -189,7 +221,7 @@ def test_a_request_is_repeated_more_and_more_rarely() -> None:
 def test_each_further_hole_doubles_the_request() -> None:
     repair, position, sizes = StreamRepair(), 0, list[int]()
     while len(sizes) < 12:
-        request = repair.request(position, 1 << 40, 1.0, 0.0, least=position)
+        request = repair.request(position, 1 << 40, 1.0, 0.0, range(position, 1 << 41))
         assert request is not None
         sizes.append(request.stop - request.missing)
         assert repair.checked(request.stop + 5) == position
@@ -198,9 +230,9 @@ def test_each_further_hole_doubles_the_request() -> None:
         position = request.stop
     assert sizes == [min(FIRST_BYTES << n, MAX_BYTES) for n in range(12)]
     assert (
-        repair.request(1 << 40, 1 << 40, 1.0, 0.0, least=0) is None
+        repair.request(1 << 40, 1 << 40, 1.0, 0.0, range(1 << 41)) is None
     )  # at its end, the next one is small again
-    request = repair.request(0, 1 << 40, 1.0, 0.0, least=0)
+    request = repair.request(0, 1 << 40, 1.0, 0.0, range(1 << 41))
     assert request is not None and request.stop == FIRST_BYTES
 
 
