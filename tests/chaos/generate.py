@@ -131,6 +131,7 @@ def _copied_by_hosts(draw: _Draw, network: NetworkSpec) -> NetworkSpec:
         channels=1,
         nodes=(1,) * len(network.nodes),
         loss=0.0,
+        copy_loss=0.0,
     )
 
 
@@ -146,6 +147,7 @@ def _switched(draw: _Draw) -> NetworkSpec:
         nodes=tuple(draw.of(f"nics of {node}").choice((1, 1, 2)) for node in range(nodes)),
         replicas=2 if nodes > 1 and draw.has("replicas", 0.4) else 1,
         loss=draw.of("loss").choice((0.005, 0.01)) if draw.has("packet-loss", 0.1) else 0.0,
+        copy_loss=draw.of("copy loss").choice((0.001, 0.01, 0.05)) if draw.has("copy-loss", 0.25) else 0.0,
         every=draw.of("every").choice((3, 10)) if draw.has("disk", 0.15) else 0,
         together=shards > 1 and draw.has("together", 0.4),
     )

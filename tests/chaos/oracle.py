@@ -14,6 +14,8 @@ from tests.chaos.scenario import Event, NetworkSpec
 
 CRASH = 1
 """Maximum of completed iterations that are repeated after a crash; it is 0 after a clean stop."""
+LATE_CRASH = 100
+"""The same if copies are lost: iterations of 10 ms within a second, until all of them were sent again."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def promise(
     """Return the promise for the start at time `until`, after the start `before`."""
     unsound = {node for node in range(len(network.nodes)) if not _sound(facts, node, before.over, until)}
     lost_shards = [number for number, nodes in enumerate(network.holders()) if unsound.issuperset(nodes)]
-    repeats = 0 if before.clean else CRASH
+    repeats = 0 if before.clean else LATE_CRASH if network.copy_loss else CRASH
     reached = before.resumed if before.completed is None else before.completed + 1 - repeats
     at_least = max(before.resumed, reached)
     return ResumePromise(at_least, tuple(lost_shards), len(unsound) == len(network.nodes), on_disk)

@@ -69,7 +69,13 @@ def run(
         folder = Path(temporary)
         try:
             with (
-                ForkedLab(topology, name=name, loss=scenario.network.loss, progress=progress) as lab,
+                ForkedLab(
+                    topology,
+                    name=name,
+                    loss=scenario.network.loss,
+                    copy_loss=scenario.network.copy_loss,
+                    progress=progress,
+                ) as lab,
                 Crew(lab) as crew,
                 controlled(crew) as controller,
             ):

@@ -47,6 +47,7 @@ FEATURES: Final[Mapping[str, str]] = {
     "channels": "two channels",
     "replicas": "two holders of each shard",
     "packet-loss": "training links that lose frames",
+    "copy-loss": "frames that are lost between switches and shadow nodes, which ranks send again",
     "disk": "consolidate --every beside training",
     "rank-kills": "kill -9 of a rank",
     "double-kills": "kill -9 of another rank while the job starts again",
@@ -97,7 +98,9 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """The network. `nodes` has the number of each shadow node's NICs; `loss` is for training links.
+    """The network. `nodes` has the number of each shadow node's NICs.
+
+    `loss` is for training links, `copy_loss` for those to shadow nodes.
 
     A ring has `ranks` ranks. With several `shards`, each is a DP group, and a host has a rank of each. The
     model is sharded then; if the groups train one `together` instead, each has a share of it.
@@ -119,6 +122,7 @@ class NetworkSpec:
     copies: str = "switch"
     recovery: str = "restart"
     keeping: bool = False
+    copy_loss: float = 0.0
 
     @property
     def in_place(self) -> bool:
@@ -159,6 +163,7 @@ class NetworkSpec:
             "replicas": self.replicas,
             "switches": names,
             "links": [[a, b] for a, b in itertools.pairwise(names)],
+            "lossless": not self.copy_loss,
             **ranks,
             "shadow_nodes": [[names[node % self.switches]] * count for node, count in enumerate(self.nodes)],
         }
