@@ -43,6 +43,7 @@ SUITES = {
     "iteration": "training.iteration",
     "host_copies": "training.host_copies",
     "gpu": "training.gpu",
+    "lost_copies": "training.lost_copies",
     "sharded": "training.sharded",
     "recording": "training.recording",
     "metrics": "training.scraped",

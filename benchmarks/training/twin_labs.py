@@ -36,11 +36,12 @@ def race(
     *,
     pinned: bool = True,
     results: Callable[[Blocks, int], list[Result]] | None = None,
+    copy_loss: float = 0.0,
 ) -> Blocks:
     """Return each pair of turns of the twins that `module` trains in a lab, from several starts.
 
     Unless `pinned`, processes use all cores. A race that is stopped prints the `results` of the starts that
-    ended, or of the first one as far as it came; `cost`, if none are given.
+    ended, or of the first one as far as it came; `cost`, if none are given. `copy_loss`: as for a lab.
     """
     ranks = len(topology.ranks)
     blocks_by_kind: dict[str, list[TimedBlock]] = defaultdict(list)
@@ -49,7 +50,10 @@ def race(
             options = (*arguments, "--iterations", str(turns), "--seed", str(seed))
             plan = JobPlan(options, module=module, environment=environment or {})
             place = folder / str(seed)
-            with training_lab(topology, "softswitch", "bench_twins", plan, place, pinned=pinned) as job:
+            lab = training_lab(
+                *(topology, "softswitch", "bench_twins", plan, place), pinned=pinned, copy_loss=copy_loss
+            )
+            with lab as job:
                 start_all([job])
                 turns_done = partial(twins.turns, place, ranks)
                 try:

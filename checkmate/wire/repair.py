@@ -95,11 +95,11 @@ class SentStream:
         return b"".join(pieces)
 
     def _begin(self, now: float) -> None:
-        kept = self._iterations
-        while kept and has_no_room(len(kept), self.nbytes, now - kept[0].began_at):
-            self._spare.append(kept.popleft().data)
+        iterations = self._iterations
+        while iterations and has_no_room(len(iterations), self.nbytes, now - iterations[0].began_at):
+            self._spare.append(iterations.popleft().data)
             self._oldest += 1
-        kept.append(_Iteration(self._spare.pop() if self._spare else bytearray(self.nbytes), now))
+        iterations.append(_Iteration(self._spare.pop() if self._spare else bytearray(self.nbytes), now))
         self._spare.clear()
 
 

@@ -24,13 +24,13 @@ LOSSY_ICOS = 7
 """The internal class of the PFC priorities that are not used here."""
 
 
-def script(switch: Switch, peers: dict[int, tuple[str, ...]], plan: PfcPlan) -> str:
+def script(switch: Switch, peers: dict[int, tuple[str, ...]], plan: PfcPlan | None) -> str:
     """Return the script for one switch.
 
     Args:
         switch: The switch, of a Tofino target.
         peers: The names of the peers of each used port.
-        plan: Buffer and thresholds.
+        plan: Buffer and thresholds; `None` for a switch whose jobs need no lossless delivery.
     """
     ports = [port_settings(switch, number) for number in sorted(peers)]
     chip = {"tofino": "tf1", "tofino2": "tf2"}[switch.target]
@@ -39,22 +39,31 @@ def script(switch: Switch, peers: dict[int, tuple[str, ...]], plan: PfcPlan) -> 
             *_head(switch, plan),
             *_ports(ports, peers),
             *_replication(),
-            *_buffer(plan, chip),
-            *_watchdog(plan, chip),
+            *(() if plan is None else _buffer(plan, chip)),
+            *(() if plan is None else _watchdog(plan, chip)),
         ]
     )
 
 
-def _head(switch: Switch, plan: PfcPlan) -> Iterable[str]:
+def _head(switch: Switch, plan: PfcPlan | None) -> Iterable[str]:
+    settings = "ports, replication" + ("" if plan is None else ", PFC")
     yield f"""\
-# Settings that P4Runtime lacks, for {switch.name} ({switch.target}): ports, replication, PFC.
+# Settings that P4Runtime lacks, for {switch.name} ({switch.target}): {settings}.
 # Made by `checkmate plan --bfrt`. On the switch, once its program is loaded:
 #     $SDE/run_bfshell.sh -b $PWD/{switch.name}.py
 # Running it again changes nothing. Existing ports keep their speed and FEC, and are enabled.
 
 CPU_PORT = {switch.packet_port}  # the port that the program is compiled for
-PRIORITY = {plan.priority}  # of all training traffic (IEEE 802.1Q)
 FRAME = {switch.mtu + ETHERNET}  # the longest, in bytes
+"""
+    if plan is None:
+        yield """\
+PFC = 0  # no priority is paused: ranks send lost copies again (lossless: false)
+"""
+        return
+    yield f"""\
+PRIORITY = {plan.priority}  # of all training traffic (IEEE 802.1Q)
+PFC = 1 << PRIORITY
 THRESHOLD = {plan.threshold}  # cells of a port's frames above which its peer is paused
 HYSTERESIS = {plan.hysteresis}  # cells below the threshold at which the peer may continue
 """
@@ -80,8 +89,8 @@ for device_port, name, leads_to, speed, fec in PORTS:
         PORT_ENABLE=True,
         TX_MTU=FRAME,
         RX_MTU=FRAME,
-        TX_PFC_EN_MAP=1 << PRIORITY,
-        RX_PFC_EN_MAP=1 << PRIORITY,
+        TX_PFC_EN_MAP=PFC,
+        RX_PFC_EN_MAP=PFC,
     )
     there = bfrt.port.port.get(DEV_PORT=device_port, print_ents=False).data[b"$SPEED"]
     if there != speed:

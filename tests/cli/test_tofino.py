@@ -57,6 +57,29 @@ def test_pfc_as_text_is_for_people_and_for_a_shell(tmp_path: Path) -> None:
     assert "With PFC, training waits" in errors
 
 
+def lossy(folder: Path) -> Path:
+    """Write a job whose copies may be lost."""
+    file = write(folder)
+    file.write_text(f"{file.read_text()}lossless: false\n")
+    return file
+
+
+def test_a_job_whose_copies_may_be_lost_needs_no_pfc(tmp_path: Path) -> None:
+    code, output, errors = invoke(lossy(tmp_path), "--pfc")
+    assert code == 0
+    assert "switch tor0 needs no PFC" in output and "send lost copies again" in output
+    assert "dcb pfc" not in output and "training waits" not in errors
+    assert json.loads(invoke(lossy(tmp_path), "--pfc", "--json")[1])["hosts"] == []
+
+
+def test_its_script_pauses_nothing(tmp_path: Path) -> None:
+    code, output, _ = invoke(lossy(tmp_path), "--bfrt")
+    assert code == 0
+    compile(output, "tor0.py", "exec")
+    assert "PFC = 0" in output and "TM.ppg" not in output and "watchdog" not in output
+    assert '(128, "1/0", "rank 0 of job"' in output
+
+
 def test_pfc_as_data(tmp_path: Path) -> None:
     code, output, _ = invoke(write(tmp_path, tag={"priority": 4}), "--pfc", "--json")
     report = json.loads(output)

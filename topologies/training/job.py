@@ -198,14 +198,16 @@ def training_lab(
     progress: Callable[[str], None] = lambda _: None,
     *,
     pinned: bool = True,
+    copy_loss: float = 0.0,
 ) -> Iterator[TrainingJob]:
     """Yield a job in a new lab, with controller and shadow nodes if needed; training is not started.
 
     If `pinned`, trainers share one CPU, and all else shares another, if this machine has two for us.
+    `copy_loss`: as for `Lab`.
     """
     usable = sorted(os.sched_getaffinity(0))
     trainers, other_cpus = ({usable[0]}, {usable[1]}) if pinned and len(usable) > 1 else (None, None)
-    lab = Lab(topology, target, name=name, switch_cpus=other_cpus, progress=progress)
+    lab = Lab(topology, target, name=name, copy_loss=copy_loss, switch_cpus=other_cpus, progress=progress)
     with lab, Crew(lab) as crew, controlled(crew, cpus=other_cpus):
         training = TrainingJob(crew, plan, folder, cpus=trainers, shadow_cpus=other_cpus)
         try:

@@ -50,11 +50,13 @@ def show(
     Raises `JobError`, with the arithmetic, if a switch has too little memory.
     """
     network = Network(jobs)
-    planned = _planned(job_set, network, plans, _names(network, only))
+    names = _names(network, only)
+    lossy = [name for name in names if not _needs_pfc(jobs, name)]
+    planned = _planned(job_set, network, plans, [name for name in names if name not in lossy])
     if bfrt:
         scripts = {
-            name: script(network.switches[name], port_peers(network, name)[0], plan)
-            for name, plan in planned.items()
+            name: script(network.switches[name], port_peers(network, name)[0], planned.get(name))
+            for name in names
         }
         if as_json:
             print_json({"switches": {name: {"script": text} for name, text in scripts.items()}})
@@ -70,7 +72,16 @@ def show(
         return
     for plan in planned.values():
         _print_switch(plan)
-    _print_hosts(hosts)
+    for name in lossy:
+        out.print(f"switch {name} needs no PFC: ranks of its jobs send lost copies again (lossless: false)")
+    if hosts:
+        _print_hosts(hosts)
+
+
+def _needs_pfc(jobs: Sequence[Job], switch: str) -> bool:
+    """Return whether copies at a switch must not be lost. One such job decides for all that share it."""
+    users = [job for job in jobs if any(switch == at.name for at in job.fabric.switches)]
+    return any(job.lossless for job in users)
 
 
 def _names(network: Network, only: str | None) -> list[str]:

@@ -18,7 +18,7 @@ from checkmate.wire.repair import COMPARED_BYTES, MAX_BYTES, RepairRequest
 FIRST_BYTES: Final = 64 << 10
 """Bytes of the first request: the longest segment of a host that leaves segmentation to its NIC."""
 STANDS_SECONDS: Final = 0.05
-"""A stream that stands for so long below its recorded end has lost something: copies precede records."""
+"""A stream that stands below its recorded end for this time has lost something: copies precede records."""
 NEXT_STANDS_SECONDS: Final = 0.005
 """The same after a repair: what is behind a hole was there before."""
 PAUSE_SECONDS: Final = (0.1, 1.0)
