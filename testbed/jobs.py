@@ -40,6 +40,7 @@ def job_data(
     target: str = "softswitch",
     further: int = 0,
     shared: bool = False,
+    lossless: bool = True,
 ) -> dict[str, Any]:
     """Return a job's YAML as data.
 
@@ -94,6 +95,7 @@ def job_data(
         },
         "channels": channels,
         "replicas": replicas,
+        **({} if lossless else {"lossless": False}),
         "dp_groups": dp_groups,
         "shadow_nodes": shadow_nodes,
     }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from topologies.describe.topology import LabError, build
 
 SECONDS = 120.0
 """A scenario hangs if nothing was trained for this time."""
+STACK_SECONDS = 40.0
+"""Time after which ranks are asked for their stacks, before their own waits end."""
 _POLL_SECONDS = 0.01
 _STARTS = 12
 _QUOTED = 300
@@ -131,6 +135,7 @@ class Trial:
         self._is_unrestorable = False
         """Whether all ranks have to be started again, with nodes that were reset."""
         self._progressed = (-1, time.monotonic())
+        self._has_asked = False
         """The newest iteration, and when it was trained: on a busy machine all takes long."""
         self._fresh = False
 
@@ -268,7 +273,12 @@ class Trial:
             if member in world.crew and not member.running:
                 self._outcome.problems.append(member.obituary())
         if self._log.newest != self._progressed[0]:
-            self._progressed = (self._log.newest, time.monotonic())
+            self._progressed, self._has_asked = (self._log.newest, time.monotonic()), False
+        if time.monotonic() > self._progressed[1] + STACK_SECONDS and not self._has_asked:
+            self._has_asked = True
+            for rank in range(self._scenario.network.world):
+                with suppress(OSError, LookupError):  # it has ended
+                    world.signal(f"rank{rank}", signal.SIGUSR1)
         if time.monotonic() > self._progressed[1] + SECONDS:
             words = [world.last_words(rank) for rank in range(len(world.ranks))]
             states = [p.poll() for p in world.ranks]

@@ -8,11 +8,13 @@ With `reference`, it trains over the same ring without tags, on loopback, withou
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import itertools
 import json
 import logging
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -271,7 +273,8 @@ def _sorted(value: Any) -> Any:
 
 
 def main() -> None:
-    """Train according to the orders."""
+    """Train according to the orders. SIGUSR1 has all threads' stacks written to the log."""
+    faulthandler.register(signal.SIGUSR1)
     orders = json.loads(Path(sys.argv[1]).read_text())
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)

@@ -418,3 +418,41 @@ def test_draining_ends_when_the_peer_resets(tagger: Tagger) -> None:
         with pytest.raises(ConnectionResetError, match="bytes unacknowledged"):
             tcp.drain(sender.socket, 10)
         sender.socket.close()
+
+
+def test_what_is_sent_again_has_its_place_in_the_stream(tagger: Tagger) -> None:
+    """Whatever is sent again, in any order, with positions beyond 32 bits, and other channels."""
+    data = random.Random(4).randbytes(300_000)
+    pieces = [(1 << 33, 5, 0xABCD), (0, 0, 1), ((1 << 32) - 1000, 2, 7), (12345, 5, 0xABCD)] * RANGES
+    with veth_pair() as pair:
+        capture = PacketCapture(pair.b)
+        reader = SocketReader(pair.b, pair.b_ip)
+        try:
+            with inside(pair.a):
+                sock = socket.socket()
+            sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
+            sender.socket.connect(reader.address)
+            sender.send_chunk(b"a greeting")
+            sent, start = {}, len(b"a greeting")
+            for number, (position, channel, shadow_id) in enumerate(pieces):
+                piece = data[: 1 + 1499 * (number % 40)]
+                sender.send_again(piece, channel, shadow_id, position)
+                sent[start] = (piece, position, channel, shadow_id)
+                start += len(piece)
+            tcp.drain(sender.socket, 60)
+            sender.socket.close()
+            reader.join(30)
+        finally:
+            segments = capture.stop()
+    first = first_sequence(segments)
+    tagged = [s for s in segments if s.payload and s.tagged and s.source_port != reader.address[1]]
+    assert len(tagged) >= len(pieces)
+    for segment in tagged:
+        offset = (segment.sequence - first) % wire.MODULUS
+        begin = max(start for start in sent if start <= offset)
+        piece, position, channel, shadow_id = sent[begin]
+        within = offset - begin
+        parsed = wire.Tag.unpack(segment.options[-16:])
+        assert segment.payload == piece[within : within + len(segment.payload)]
+        assert (parsed.channel, parsed.shadow_id, parsed.incarnation) == (channel, shadow_id, INCARNATION)
+        assert copy_sequence(parsed, segment.sequence) == (position + within) % wire.MODULUS
