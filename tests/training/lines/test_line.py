@@ -493,3 +493,41 @@ def test_a_reply_answers_no_record_that_was_not_sent(node: RecordingNode, stub: 
     assert line.finish(SECONDS)
     line.close()
     assert [record.iteration for record in node.records] == list(range(30))
+
+
+def test_what_a_node_lacks_is_asked_for_and_what_was_sent_again_is_told(
+    node: RecordingNode, stub: ShadowStub
+) -> None:
+    """Also while nothing is trained; and questions are no records."""
+    author = pb.RecordPart(job="demo", position=3)
+    missing = pb.MissingRange(channel=1, shard=2, start=5, missing=7, stop=9)
+    replies: list[pb.RecordReply] = []
+
+    def reply(part: pb.RecordPart) -> pb.RecordReply:
+        is_question = part.HasField("repair")
+        return pb.RecordReply(missing=[missing] if is_question and not part.repair.repaired else [])
+
+    node.reply = reply
+    line = Line(shadow_node(node), stub, None, lambda _, answer: replies.append(answer), repairs=author)
+    line.start()
+    wait_until(lambda: any(answer.missing for answer in replies))
+    told = pb.RepairedRange(channel=1, shard=2, start=5, stop=9, digest=bytes(16))
+    line.tell_repaired(told)
+    wait_until(lambda: any(part.repair.repaired for part in node.records))
+    line.send(*part(0))
+    assert line.finish(SECONDS)
+    line.close()
+    questions = [record for record in node.records if record.HasField("repair")]
+    assert {(record.job, record.position, record.iteration) for record in questions} == {("demo", 3, -1)}
+    assert [list(record.repair.repaired) for record in questions if record.repair.repaired] == [[told]]
+    assert [record.iteration for record in node.records if not record.HasField("repair")] == [0]
+
+
+def test_ranks_without_repairs_ask_nothing(node: RecordingNode, stub: ShadowStub) -> None:
+    line = Line(shadow_node(node), stub, None, lambda *_: None)
+    line.start()
+    line.send(*part(0))
+    time.sleep(0.3)
+    assert line.finish(SECONDS)
+    line.close()
+    assert [record.iteration for record in node.records] == [0]

@@ -27,7 +27,7 @@ from checkmate.training.lines.line import ATTENTIVE
 from checkmate.training.lines.seeder import SeedSource, values_of
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.start import followers as following
-from checkmate.training.start.followers import Followers, Opening
+from checkmate.training.start.followers import Followers, Opening, Repair
 from checkmate.training.start.places import Place, Start
 from checkmate.training.start.plans import plan_without_state
 from checkmate.wire.layout import make_layout
@@ -81,7 +81,9 @@ class FollowedRank(Followers):
 
 
 @contextmanager
-def followed(job: Job, position: int = 0, start: Start | None = None) -> Iterator[FollowedRank]:
+def followed(
+    job: Job, position: int = 0, start: Start | None = None, repair: Repair | None = None
+) -> Iterator[FollowedRank]:
     """Yield the followers of a rank whose lines are up, without a process group."""
     model = nn.Linear(4, 1, bias=False)
     parameters = list(model.parameters())
@@ -98,7 +100,7 @@ def followed(job: Job, position: int = 0, start: Start | None = None) -> Iterato
     )
     source = SeedSource(LAYOUT, values_of(parameters, optimizer), StepExclusion(0))
     with Stubs(job, None) as stubs:
-        rank = FollowedRank(opening, stubs, source, None)
+        rank = FollowedRank(opening, stubs, source, None, repair)
         for line in rank.lines:
             line.start()
         try:
@@ -333,3 +335,22 @@ def test_the_end_waits_for_nobody_who_cannot_step(nodes: list[RecordingNode], pl
         "shard 0: shadow node 0 is at iteration 3; shard 1: shadow node 1: can't be reached"
     )
     assert seconds < 5
+
+
+def test_a_node_gets_again_only_what_it_holds(
+    nodes: list[RecordingNode], job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Shard 0 is node 0's; node 1 asks for it, and for one that there is not."""
+    asked: list[tuple[int, int]] = []
+
+    def reply(part: pb.RecordPart) -> pb.RecordReply:
+        ranges = [pb.MissingRange(shard=shard, stop=1) for shard in (0, 1, 77)]
+        return pb.RecordReply(missing=ranges if part.HasField("repair") else [])
+
+    for node in nodes:
+        node.reply = reply
+    with followed(job, repair=lambda node, missing, _: asked.append((node, missing.shard))):
+        wait_until(lambda: {(0, 0), (1, 1)} <= set(asked))
+    assert set(asked) == {(0, 0), (1, 1)}
+    assert caplog.text.count("shadow node 0 asks for copies of shard 1") == 1
+    assert "which it does not hold" in caplog.text
