@@ -22,7 +22,7 @@ from checkmate.keys.access import insecure_everywhere
 from checkmate.keys.errors import KeysError
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role
-from checkmate.ring.place import host_ports, ring_ports
+from checkmate.ring.place import host_ports, repair_ports, ring_ports
 from checkmate.shadow.receive.connect import ORDINARY_BUFFER, RECEIVE_BUFFER
 from checkmate.wire.ring_sockets import BUFFER_BYTES
 
@@ -246,6 +246,12 @@ def _ring(job: Job, ranks: Iterable[Rank], facts: Facts) -> Iterator[Finding]:
         for rank, first in zip(job.dp_groups[group].ranks, ring_ports(job, group), strict=True)
         if rank in own_ranks
         for channel in range(job.channels)
+    ]
+    addresses += [
+        (str(rank.ip), port)
+        for group in (() if job.lossless else job.groups)
+        for rank, port in zip(job.dp_groups[group].ranks, repair_ports(job, group), strict=True)
+        if rank in own_ranks
     ]
     if len(own_ranks) > 1:
         firsts = zip(own_ranks, host_ports(job, own_ranks), strict=True)

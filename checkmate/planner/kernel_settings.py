@@ -86,6 +86,8 @@ def trainer_settings(job: Job, now: Present = present) -> list[Setting]:
         for number in range(most):
             first = ring_sockets.RING_PORT + CHANNELS_MAX * number
             ports += range(first, first + job.channels)
+        if not job.lossless:
+            ports += range(ring_sockets.REPAIR_PORT, ring_sockets.REPAIR_PORT + most)
         if most > 1:
             last = ring_sockets.HOST_PORT + ring_sockets.HOST_PORTS * most
             ports += range(ring_sockets.HOST_PORT, last)

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
-from checkmate.wire.copies import has_no_room
-
+SENT_ITERATIONS: Final = 4
+"""Iterations that a rank keeps of each stream, the one that is being sent among them."""
+SENT_BYTES: Final = 64 << 20
+"""It keeps more of them, up to this: as many bytes as a node's socket holds."""
 MAX_BYTES: Final = 16 << 20
 """The most that a node may ask for at a time."""
 COMPARED_BYTES: Final = 64 << 10
@@ -48,7 +50,6 @@ class _Iteration:
     """The bytes of one iteration of a stream, the first `filled` of which are there."""
 
     data: bytearray
-    began_at: float
     filled: int = 0
 
 
@@ -67,11 +68,11 @@ class SentStream:
         """The oldest iteration that is there."""
         return self.first + self._oldest
 
-    def add(self, data: memoryview, now: float) -> None:
-        """Add the bytes that are sent next. What is too old is dropped, as with copies by hosts."""
+    def add(self, data: memoryview) -> None:
+        """Add the bytes that are sent next. What is too old is dropped."""
         while data:
             if not self._iterations or self._iterations[-1].filled == self.nbytes:
-                self._begin(now)
+                self._begin()
             iteration = self._iterations[-1]
             count = min(len(data), self.nbytes - iteration.filled)
             iteration.data[iteration.filled : iteration.filled + count] = data[:count]
@@ -94,12 +95,13 @@ class SentStream:
             start += count
         return b"".join(pieces)
 
-    def _begin(self, now: float) -> None:
+    def _begin(self) -> None:
         iterations = self._iterations
-        while iterations and has_no_room(len(iterations), self.nbytes, now - iterations[0].began_at):
+        most = max(SENT_ITERATIONS, SENT_BYTES // self.nbytes)
+        while len(iterations) >= most:
             self._spare.append(iterations.popleft().data)
             self._oldest += 1
-        iterations.append(_Iteration(self._spare.pop() if self._spare else bytearray(self.nbytes), now))
+        iterations.append(_Iteration(self._spare.pop() if self._spare else bytearray(self.nbytes)))
         self._spare.clear()
 
 
@@ -118,9 +120,9 @@ class SentStreams:
     def __contains__(self, stream: Stream) -> bool:
         return stream in self._streams
 
-    def add(self, stream: Stream, data: memoryview, now: float) -> None:
+    def add(self, stream: Stream, data: memoryview) -> None:
         """Add the bytes that a stream is sent next."""
-        self._streams[stream].add(data, now)
+        self._streams[stream].add(data)
 
     def read(self, stream: Stream, start: int, stop: int) -> bytes | None:
         """Return a copy of bytes of a stream, or `None` if some are not there."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -64,7 +63,7 @@ class Repairs:
     def keep(self, channel: int, shadow_id: int, data: memoryview) -> None:
         """Keep tagged bytes that are sent now. Called by the threads of channels."""
         with self._changed:
-            self._sent.add((channel, shadow_id - self._first_id), data, time.monotonic())
+            self._sent.add((channel, shadow_id - self._first_id), data)
 
     def ask(self, node: int, missing: pb.MissingRange, answer: Answer) -> None:
         """Send again what a node asks for, without blocking; `answer` is called after that.

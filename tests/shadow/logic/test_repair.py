@@ -17,8 +17,16 @@ from checkmate.shadow.logic.hold import Hold, StreamState
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.logic.repair import FIRST_BYTES, PAUSE_SECONDS, StreamRepair
 from checkmate.shadow.receive.hold_plans import SETS, HoldPlan, StreamPlan
-from checkmate.wire.copies import KEPT_ITERATIONS
-from checkmate.wire.repair import COMPARED_BYTES, MAX_BYTES, RepairRequest, SentStream, SentStreams, digest_of
+from checkmate.wire.repair import (
+    COMPARED_BYTES,
+    MAX_BYTES,
+    SENT_BYTES,
+    SENT_ITERATIONS,
+    RepairRequest,
+    SentStream,
+    SentStreams,
+    digest_of,
+)
 from checkmate.wire.schedule import StreamLayout
 
 POLL = 0.05
@@ -83,7 +91,7 @@ class SimulatedTraining:
         until = self.now + self.period
         for node in self.nodes:
             data = self.random.randbytes(self.nbytes)
-            self.sent.add((0, node.shard), memoryview(data), self.now)
+            self.sent.add((0, node.shard), memoryview(data))
             self.transmit(node, len(node.history), data)
             node.history += data
             part = pb.RecordPart(iteration=iteration)
@@ -237,16 +245,24 @@ def test_each_further_hole_doubles_the_request() -> None:
 
 
 def test_what_is_kept_is_bounded_and_read_as_it_was() -> None:
-    stream = SentStream(40 << 20, 5)
-    data = [bytes([n]) * (40 << 20) for n in range(3)]
-    for n, iteration in enumerate(data):
+    stream = SentStream(20 << 20, 5)
+    data = [bytes([n]) * (20 << 20) for n in range(SENT_ITERATIONS + 2)]
+    for iteration in data:
         for start in range(0, len(iteration), 3 << 20):
-            stream.add(memoryview(iteration)[start : start + (3 << 20)], now=2.0 * n)
-    assert stream.oldest == 5 + 3 - KEPT_ITERATIONS
-    edge = 2 * (40 << 20)
-    assert stream.read(edge - 3, edge + 2) == b"\x01" * 3 + b"\x02" * 2
-    assert stream.read((40 << 20) - 1, 40 << 20) is None  # dropped
-    assert stream.read(3 * (40 << 20) - 1, 3 * (40 << 20) + 1) is None  # not sent yet
+            stream.add(memoryview(iteration)[start : start + (3 << 20)])
+    assert stream.oldest == 5 + 2
+    edge = 3 * (20 << 20)
+    assert stream.read(edge - 3, edge + 2) == b"\x02" * 3 + b"\x03" * 2
+    assert stream.read(2 * (20 << 20) - 1, 2 * (20 << 20)) is None  # dropped
+    end = len(data) * (20 << 20)
+    assert stream.read(end - 1, end + 1) is None  # not sent yet
+
+
+def test_of_small_iterations_more_are_kept() -> None:
+    stream = SentStream(1 << 20, 0)
+    for n in range(100):
+        stream.add(memoryview(bytes([n]) * (1 << 20)))
+    assert stream.oldest == 100 - SENT_BYTES // (1 << 20)
 
 
 @pytest.mark.parametrize(

@@ -498,7 +498,7 @@ def test_a_reply_answers_no_record_that_was_not_sent(node: RecordingNode, stub: 
 def test_what_a_node_lacks_is_asked_for_and_what_was_sent_again_is_told(
     node: RecordingNode, stub: ShadowStub
 ) -> None:
-    """Also while nothing is trained; and questions are no records."""
+    """Also while nothing is trained; a question is not a record."""
     author = pb.RecordPart(job="demo", position=3)
     missing = pb.MissingRange(channel=1, shard=2, start=5, missing=7, stop=9)
     replies: list[pb.RecordReply] = []
