@@ -195,7 +195,7 @@ def installed(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["ddp", "ddp-muon", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
+    "kind", ["ddp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddp-muon", *SLOW))]
 )
 def test_a_killed_rank_resumes_bit_for_bit(folder: Path, kind: str) -> None:
     model, _, optimizer = kind.partition("-")

@@ -106,6 +106,7 @@ def test_copied_state_recovers_in_place(folder: Path, kind: str) -> None:
     assert "all ranks have read the state" in job.log("killed")
 
 
+@pytest.mark.slow
 def test_two_ranks_die_at_once(folder: Path) -> None:
     job = LoopbackJob(folder, "ddp", **JOBS["ddp"])
     with job.nodes():

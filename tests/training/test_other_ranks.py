@@ -63,25 +63,21 @@ class MeshJob(LoopbackJob):
             assert self.lines("from-memory", rank) == self.lines("from-disk", rank) != []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("before", "after", "optimizer"),
     [
         ("ddp-2", "fsdp-2", ""),
-        *(
-            pytest.param(before, after, optimizer, marks=pytest.mark.slow)
-            for before, after, optimizer in (
-                ("ddp-3", "fsdp-2", ""),
-                ("ddp-4", "ddp-2", ""),
-                ("ddp-2", "hsdp-4", ""),
-                ("fsdp-4", "ddp-3", ""),
-                ("fsdp-2", "fsdp-4", ""),
-                ("hsdp-4", "tensor-4", ""),
-                ("tensor-4", "fsdp-2", ""),
-                ("ddp-4", "ddp-2", "soap"),
-                ("ddp-2", "fsdp-4", "lion"),
-            )
-        ),
+        ("ddp-3", "fsdp-2", ""),
+        ("ddp-4", "ddp-2", ""),
+        ("ddp-2", "hsdp-4", ""),
+        ("fsdp-4", "ddp-3", ""),
+        ("fsdp-2", "fsdp-4", ""),
+        ("hsdp-4", "tensor-4", ""),
+        ("tensor-4", "fsdp-2", ""),
+        ("ddp-4", "ddp-2", "soap"),
+        ("ddp-2", "fsdp-4", "lion"),
     ],
 )
 def test_another_mesh_resumes_from_memory_as_from_disk(
