@@ -314,3 +314,19 @@ def test_an_environment_that_contradicts_the_job_is_refused(monkeypatch: pytest.
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(SessionError, match="use `checkmate launch`, or an agent for each rank"):
         resilient(lambda: None)
+
+
+def test_ranks_that_return_before_the_meeting_is_taken_are_heard_of() -> None:
+    """A node may tell of them right behind the meeting, while this process still prefers another node."""
+    with hosts(2, without=0) as here:
+        attendances = [here.attend(rank) for rank in range(RANKS)]
+        first = attendances[0]
+        table = first._tables[1]
+        wait_until(lambda: table.meeting is not None)
+        assert first._chosen is None
+        first._hear(table, pb.MeetEvent(returned=pb.Returned(ranks=[2])))
+        with ThreadPoolExecutor(RANKS) as pool:
+            list(pool.map(lambda attendance: attendance.await_meeting(20), attendances))
+        told = threading.Event()
+        first.when_returned(told.set)
+        assert told.is_set() and first.returned == [2]

@@ -74,8 +74,7 @@ class MeetingRoom:
         try:
             while is_active() and not self._stopping:
                 with self._changed:
-                    if seat.session is None:
-                        self._meetings.tick(time.monotonic())
+                    if seat.session is None and self._meetings.tick(time.monotonic()):
                         self._changed.notify_all()
                     events = seat.take()
                     missing = [] if events or seat.session else self._meetings.missing

@@ -118,27 +118,33 @@ class Meetings:
         self.tick(now)
         return seat
 
-    def tick(self, now: float) -> None:
-        """Begin the meeting that gathers, if nobody is to be waited for, or tell those that train of it."""
+    def tick(self, now: float) -> bool:
+        """Begin the meeting that gathers, if nobody is to be waited for, or tell those that train of it.
+
+        Return whether either has happened.
+        """
         gathered = self._gathered.keys()
         if gathered >= self._ranks:
             self._begin(self._ranks)
-            return
+            return True
         if self._quorum is None:
-            return
+            return False
         complete = [replica for replica in self._quorum.replicas if replica <= gathered]
         ranks = frozenset[int]().union(*complete)
         if self.others_train:
             assert self._session is not None
-            if complete and not self._session.has_heard >= ranks:
-                self._session.has_heard |= ranks
-                returned = pb.MeetEvent(returned=pb.Returned(ranks=sorted(ranks)))
-                for seat in self._session.seats.values():
-                    seat.events.append(returned)
-            return
+            if not complete or self._session.has_heard >= ranks:
+                return False
+            self._session.has_heard |= ranks
+            returned = pb.MeetEvent(returned=pb.Returned(ranks=sorted(ranks)))
+            for seat in self._session.seats.values():
+                seat.events.append(returned)
+            return True
         is_awaited = not gathered >= self._awaited and now < self._came_at + self._quorum.seconds
-        if len(complete) >= self._quorum.least and not is_awaited:
-            self._begin(ranks)
+        if len(complete) < self._quorum.least or is_awaited:
+            return False
+        self._begin(ranks)
+        return True
 
     def leave(self, seat: Seat) -> None:
         """Note that a process's call has ended."""

@@ -56,6 +56,8 @@ class _Table:
         self.met_at = 0.0
         self.others_train = False
         """Whether others train there without this rank."""
+        self.returned: Sequence[int] = ()
+        """Ranks that wait to take part in its meeting, as it may say before the meeting is chosen."""
         self.why = ""
         """Why this process can't wait there, or "": it waits, or the node has not answered yet."""
         self.is_refused = False
@@ -144,7 +146,7 @@ class Attendance:
                     news_at = now + 2 * _NEWS_SECONDS
                     self._say_missing(deadline - now)
                 self._changed.wait(min(deadline - now, _AGAIN_SECONDS))
-            self._chosen = table
+            self._chosen, self.returned = table, table.returned
             calls = [spare.call for spare in self._tables if spare is not table and spare.call is not None]
             for call in calls:
                 call.cancel()
@@ -262,12 +264,13 @@ class Attendance:
                 case "waiting":
                     table.missing = list(event.waiting.ranks)
                     table.others_train = event.waiting.others_train
-                case "returned" if self._chosen is table:
-                    self.returned = list(event.returned.ranks)
-                    act = self._on_return
+                case "returned":
+                    table.returned = list(event.returned.ranks)
+                    if self._chosen is table:
+                        self.returned, act = table.returned, self._on_return
                 case "meeting" if len(event.meeting.id) == START_BYTES:
                     table.meeting, table.met_at, table.missing = event.meeting, time.monotonic(), ()
-                    table.others_train = False
+                    table.others_train, table.returned = False, ()
                 case "lost" if event.lost.rank == self._rank:
                     self._verdict = f"rank {self._rank}: another process has taken its place"
                     act = self._on_loss
