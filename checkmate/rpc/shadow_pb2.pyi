@@ -1171,6 +1171,7 @@ class BeginRequest(google.protobuf.message.Message):
     PROTOCOL_FIELD_NUMBER: builtins.int
     CONTINUES_FIELD_NUMBER: builtins.int
     JOB_RANKS_FIELD_NUMBER: builtins.int
+    FORMER_GROUPS_FIELD_NUMBER: builtins.int
     job: builtins.str
     group: builtins.int
     incarnation: builtins.int
@@ -1219,6 +1220,12 @@ class BeginRequest(google.protobuf.message.Message):
     def job_ranks(self) -> Global___JobRanks:
         """in the job file of the trainers"""
 
+    @property
+    def former_groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """DP groups of former ranks whose state this group goes on with: those of the same pipeline stage. Stages may have
+        parameters of the same names.
+        """
+
     def __init__(
         self,
         *,
@@ -1242,10 +1249,11 @@ class BeginRequest(google.protobuf.message.Message):
         protocol: builtins.int = ...,
         continues: builtins.bytes = ...,
         job_ranks: Global___JobRanks | None = ...,
+        former_groups: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["job_ranks", b"job_ranks", "optimizer", b"optimizer"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "capability", b"capability", "continues", b"continues", "device", b"device", "first_iteration", b"first_iteration", "generation", b"generation", "group", b"group", "incarnation", b"incarnation", "job", b"job", "job_ranks", b"job_ranks", "keep", b"keep", "layout", b"layout", "names", b"names", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "protocol", b"protocol", "ranks", b"ranks", "run", b"run", "start", b"start", "torch", b"torch"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "capability", b"capability", "continues", b"continues", "device", b"device", "first_iteration", b"first_iteration", "former_groups", b"former_groups", "generation", b"generation", "group", b"group", "incarnation", b"incarnation", "job", b"job", "job_ranks", b"job_ranks", "keep", b"keep", "layout", b"layout", "names", b"names", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "protocol", b"protocol", "ranks", b"ranks", "run", b"run", "start", b"start", "torch", b"torch"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BeginRequest: typing_extensions.TypeAlias = BeginRequest

@@ -5,7 +5,7 @@ A parameter is filled if the chunks of former holds on this node contain all of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -49,11 +49,20 @@ class FormerState:
 
     @classmethod
     def of(
-        cls, former: Former | None, resources: Mapping[Hold, HoldResources], iteration: int, source: bytes
+        cls,
+        former: Former | None,
+        resources: Mapping[Hold, HoldResources],
+        iteration: int,
+        source: bytes,
+        numbers: Collection[int],
     ) -> FormerState:
-        """Return what former ranks have left of an iteration that belongs to the start `source`."""
+        """Return what former ranks have left of an iteration that belongs to the start `source`.
+
+        `numbers`: their DP groups of one pipeline stage, because another one may have the same names.
+        """
         chunks: dict[tuple[str, str], list[FormerChunk]] = {}
-        for group in former.groups.values() if former is not None else ():
+        groups = {} if former is None else former.groups
+        for group in [group for number, group in groups.items() if number in numbers]:
             for hold in group.holds if source_of(group.begin, iteration) == source else ():
                 if not hold.seeded or hold.doubtful or hold.stepped != iteration:
                     continue

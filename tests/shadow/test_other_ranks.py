@@ -131,6 +131,41 @@ def test_state_of_former_ranks_goes_once_all_shards_are_there(here: World) -> No
     training.close()
 
 
+@needs_buffers
+def test_a_stage_takes_over_its_own_state_whatever_its_parameters_are_called() -> None:
+    """Two pipeline stages on one node have the same names and shapes, and other values."""
+    with ExitStack() as stack:
+        here = World(stack, ranks=3, nodes=1, groups=2)
+        trainings = [here.training(group=group, seed=group + 1) for group in range(2)]
+        for training in trainings:
+            training.begin([0])
+            training.seed_all()
+        here.ready()
+        for _ in range(LAST + 1):
+            for training in trainings:
+                training.iterate()
+        here.stepped(LAST)
+        fence(here, trainings[0])
+        settle(here, trainings[0], LAST)
+        node = here.nodes[0].node
+        groups = tuple(replace(group, ranks=group.ranks[:2]) for group in here.job.dp_groups)
+        job = replace(here.job, dp_groups=groups)
+        node.take_up(job)
+        for group, before in enumerate(trainings):
+            after = SmallTraining(job, here.copies, group=group)
+            after.start, after.incarnation, after.first = b"of two ranks".ljust(16), 1, LAST + 1
+            after.iteration = LAST
+            request = after.begin_request(keep=True)
+            request.former_groups.append(group)
+            filled = after.stubs[0].Begin(request, timeout=10).filled
+            assert [list(entry.parameters) for entry in filled] == [after.layout.of_shard(0)]
+            hold = node.state.groups[group].hold(0)
+            wait_until(lambda hold=hold: hold.seeded, "its former state")  # type: ignore[misc]
+            for number, tensor, _ in node.resources[hold].replica.read(LAST, after.layout.of_shard(0)):
+                assert torch.equal(tensor, before.states[LAST][number][0])
+            stack.callback(after.close)
+
+
 def test_what_nodes_hold_is_told_by_ranks(tmp_path: Path) -> None:
     """The newest start comes first, whichever ranks it is of; and a node that is gone is named."""
     file = write(tmp_path, meshed(shard=2))
@@ -286,6 +321,7 @@ def test_what_a_node_has_of_former_ranks_is_not_sent_again(here: World) -> None:
     training.states[LAST] = former.states[LAST]
     for node in here.nodes:
         request = training.begin_request(keep=True)
+        request.former_groups.append(0)
         reply = training.stubs[node].Begin(request, timeout=10)
         assert [(filled.shard, sorted(filled.parameters)) for filled in reply.filled] == [
             (node, sorted(training.layout.of_shard(node)))

@@ -73,6 +73,8 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> pb.BeginRep
     event = TRAINING_BEGUN(group=number, incarnation=incarnation, iteration=first)
     say(logging.INFO, event, "DP group %d: incarnation %d begins at iteration %d", number, incarnation, first)
     reply = pb.BeginReply(protocol=PROTOCOL, warnings=_warnings(node, group))
+    former = state.former
+    alike &= former is None or former.job.replicas == 1 or not _is_gpu(request)
     if request.keep and alike and request.next_iteration == request.first_iteration:
         _fill(node, group, reply)
     return reply
@@ -82,7 +84,10 @@ def _fill(node: Node, group: ShadowGroup, reply: pb.BeginReply) -> None:
     """Have holds take in the background what the node has of former ranks; note in the reply what that is."""
     last = group.begin.first_iteration - 1
     with node.state_changed:
-        former = FormerState.of(node.state.former, node.resources, last, group.begin.continues)
+        begin = group.begin
+        former = FormerState.of(
+            *(node.state.former, node.resources, last, begin.continues), set(begin.former_groups)
+        )
     work = {}
     for hold in group.holds:
         if numbers := former.covered(group.layout, hold.wanted_parameters()):

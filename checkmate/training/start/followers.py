@@ -95,6 +95,7 @@ class Opening:
             device=self.device,
             ranks=self.place.ranks,
             job_ranks=job_ranks(self.place.job),
+            former_groups=start.former_groups,
             run=start.plan.run,
             start=start.plan.start,
             continues=start.plan.continues,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -66,7 +67,7 @@ def resume(
     flags = exchange.gather(Survivor.loss is not None, name_of=place.name_of)
     stayed = [rank for rank, has_stayed in enumerate(flags) if has_stayed]
     start = Start(plan, plan.iteration + 1, keep=True, record=resumed.record, copied=watched.copied)
-    start.stayed = stayed
+    start.stayed, start.former_groups = stayed, resumed.former_groups
     return start, resumed.extra
 
 
@@ -102,7 +103,8 @@ def _install(
         check_way(member.optimizer, copied=watched.copied is not None)
     snapshot = Snapshot(former, plan.run, plan.iteration, (), plan.generation)
     stage_data = stage_of(snapshot, number, members, parts.select)
-    return install_stage(stage_data, parts, place, present_stages[number], _SOURCE)
+    resumed = install_stage(stage_data, parts, place, present_stages[number], _SOURCE)
+    return replace(resumed, former_groups=groups)
 
 
 def _stage_groups(former: Job, layouts: Sequence[Layout], number: int) -> Sequence[int]:

@@ -330,6 +330,8 @@ class Start:
     """The ranks whose processes have stayed over a failure, after which they restart in place."""
     survivors: Sequence[int] = ()
     """Those of them that have kept parameters and optimizer state."""
+    former_groups: Sequence[int] = ()
+    """DP groups of former ranks whose state this rank's stage goes on with."""
 
     @property
     def same_holds(self) -> bool:

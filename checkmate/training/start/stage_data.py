@@ -57,6 +57,8 @@ class Resumed:
     """Whether training had ended with that iteration."""
     other_ranks: str = ""
     """The changes of the ranks since, for a warning in this rank's log; empty if it has none to give."""
+    former_groups: Sequence[int] = ()
+    """DP groups of former ranks whose state it is, if shadow nodes hold that."""
 
 
 def trained_by(place: Place, watched: Watched) -> Trained:
