@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 import torch
 
@@ -125,7 +126,8 @@ class HoldResources:
         key = (sender, repaired.channel)
         for inlet in self.inlets:
             if (inlet.plan.sender, inlet.plan.channel) == key:
-                return digest_of(inlet.received(repaired.start, repaired.stop))
+                with suppress(KeyError):  # a restart has just settled it, and discarded its buckets
+                    return digest_of(inlet.received(repaired.start, repaired.stop))
         return b""
 
     def snapshot(self) -> HoldSnapshot:

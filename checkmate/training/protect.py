@@ -69,6 +69,8 @@ IN_PLACE_SECONDS: Final = 3.0
 """Seconds that a recovery in place waits for shadow nodes, of the `wait` for a start."""
 FLUSH_SECONDS: Final = 10.0
 """Seconds that `close` waits for the shadow nodes to step the last iteration."""
+REPAIRED_SECONDS: Final = 10.0
+"""Seconds for which a rank that has ended takes what the rank before sends again."""
 HASTE_SECONDS: Final = 0.5
 """Seconds that it waits after an error: the job will be restarted."""
 _UNTAGGED: Final = (
@@ -468,21 +470,21 @@ class Protection:
                 )
             self._publisher.close(patience)
             iteration = self._publisher.newest
-            if (
-                last
-                and iteration >= 0
-                and self._gradients.repairs is not None
-                and self.place.side is not None
-            ):
-                self._followers.await_stepped(iteration, deadline)  # what was lost can be asked for till then
+            is_awaited = last and iteration >= 0 and broken is None
+            repairs = self._gradients.repairs if is_awaited else None
+            if repairs is not None and self.place.side is not None:
+                self._followers.await_stepped(iteration, deadline)  # till then, nodes may ask for lost copies
+                is_awaited = False
             self._followers.finish(deadline)
+            if repairs is not None:
+                repairs.linger(REPAIRED_SECONDS)
             unpublished = self._recorder.refusal or self._publisher.error
             if unpublished is not None and well:  # nothing has raised it yet, or the script has caught it
                 if self._recorder.refusal is None:
                     failed = self._publisher.failed_iteration
                     self._followers.report_refusal(failed, unpublished, marks=self._recorder.is_marking)
                 raise unpublished
-            if last and self.place.first and iteration >= 0:
+            if is_awaited and self.place.first:
                 self._followers.await_stepped(iteration, deadline)
 
     def fail(self) -> None:

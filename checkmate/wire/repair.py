@@ -16,6 +16,8 @@ SENT_ITERATIONS: Final = 4
 """Iterations that a rank keeps of each stream, the one that is being sent among them."""
 SENT_BYTES: Final = 64 << 20
 """It keeps more of them, up to this: as many bytes as a node's socket holds."""
+SENT_ITERATIONS_MOST: Final = 1024
+"""The most, because each takes memory beside its bytes."""
 MAX_BYTES: Final = 16 << 20
 """The most that a node may ask for at a time."""
 COMPARED_BYTES: Final = 64 << 10
@@ -49,7 +51,7 @@ def digest_of(data: bytes | bytearray | memoryview) -> bytes:
 class _Iteration:
     """The bytes of one iteration of a stream, the first `filled` of which are there."""
 
-    data: bytearray
+    data: memoryview
     filled: int = 0
 
 
@@ -61,7 +63,7 @@ class SentStream:
     first: int
     _iterations: deque[_Iteration] = field(default_factory=deque)
     _oldest: int = 0  # index of the oldest one, from the first iteration on
-    _spare: list[bytearray] = field(default_factory=list)
+    _spare: list[memoryview] = field(default_factory=list)
 
     @property
     def oldest(self) -> int:
@@ -91,17 +93,18 @@ class SentStream:
             count = min(stop - start, self.nbytes - offset)
             if offset + count > iteration.filled:
                 return None
-            pieces.append(memoryview(iteration.data)[offset : offset + count])
+            pieces.append(iteration.data[offset : offset + count])
             start += count
         return b"".join(pieces)
 
     def _begin(self) -> None:
         iterations = self._iterations
-        most = max(SENT_ITERATIONS, SENT_BYTES // self.nbytes)
+        most = max(SENT_ITERATIONS, min(SENT_BYTES // self.nbytes, SENT_ITERATIONS_MOST))
         while len(iterations) >= most:
             self._spare.append(iterations.popleft().data)
             self._oldest += 1
-        iterations.append(_Iteration(self._spare.pop() if self._spare else bytearray(self.nbytes)))
+        data = self._spare.pop() if self._spare else memoryview(bytearray(self.nbytes))
+        iterations.append(_Iteration(data))
         self._spare.clear()
 
 
@@ -111,6 +114,8 @@ class SentStreams:
     def __init__(self, nbytes: Mapping[Stream, int], first: int) -> None:
         """Create it. `nbytes`: bytes of an iteration of each stream; `first`: the iteration at byte 0."""
         self._streams = {stream: SentStream(count, first) for stream, count in nbytes.items() if count}
+        self.nbytes = 0
+        """Bytes that were added."""
 
     @property
     def oldest(self) -> int | None:
@@ -123,6 +128,7 @@ class SentStreams:
     def add(self, stream: Stream, data: memoryview) -> None:
         """Add the bytes that a stream is sent next."""
         self._streams[stream].add(data)
+        self.nbytes += len(data)
 
     def read(self, stream: Stream, start: int, stop: int) -> bytes | None:
         """Return a copy of bytes of a stream, or `None` if some are not there."""

@@ -80,6 +80,11 @@ def notice_vanished(sock: socket.socket, seconds: int) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
+def end_unacknowledged(sock: socket.socket, seconds: int) -> None:
+    """Have the connection end if the peer does not acknowledge what was sent for `seconds` (RFC 5482)."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
+
+
 def receive_exactly(sock: socket.socket, nbytes: int, deadline: float | None = None) -> bytes:
     """Return exactly N bytes, by a deadline if there is one, else each within the socket's timeout.
 

@@ -58,7 +58,9 @@ FRAME = {switch.mtu + ETHERNET}  # the longest, in bytes
 """
     if plan is None:
         yield """\
-PFC = 0  # no priority is paused: ranks send lost copies again (lossless: false)
+# No priority is paused: ranks send lost copies again (lossless: false). Buffers, queues and a watchdog of an
+# earlier script stay as they are until the program is loaded again, which initialises the chip.
+PFC = 0
 """
         return
     yield f"""\

@@ -76,7 +76,7 @@ def test_its_script_pauses_nothing(tmp_path: Path) -> None:
     code, output, _ = invoke(lossy(tmp_path), "--bfrt")
     assert code == 0
     compile(output, "tor0.py", "exec")
-    assert "PFC = 0" in output and "TM.ppg" not in output and "watchdog" not in output
+    assert "PFC = 0" in output and "TM.ppg" not in output and "def watchdog" not in output
     assert '(128, "1/0", "rank 0 of job"' in output
 
 

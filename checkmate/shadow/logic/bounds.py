@@ -365,7 +365,7 @@ def check_part(job: Job, group: ShadowGroup, part: pb.RecordPart) -> None:
         check_ahead("progress up to iteration", part.progress.trained, group.newest)
         check_seconds("waited_seconds", part.progress.waited_seconds, MAX_WAITED_SECONDS)
         if part.progress.HasField("repairs_from"):
-            check_number("repairs_from", part.progress.repairs_from, part.iteration)
+            check_ahead("repairs from iteration", part.progress.repairs_from, group.newest)
     if part.position == 0:
         _check_step(group, part.step)
     _check_room(group, part)
@@ -376,6 +376,9 @@ def check_repair(group: ShadowGroup, part: pb.RecordPart) -> None:
     check_number("position", part.position, group.begin.ranks - 1)
     if not group.layout.slicing.is_sender(part.position, group.begin.ranks):
         raise CallRefused(f"a repair from position {part.position}, which sends no streams")
+    streams = [(repaired.channel, repaired.shard) for repaired in part.repair.repaired]
+    if len(set(streams)) < len(streams):
+        raise CallRefused("a repair of the same stream twice in a message")
     for repaired in part.repair.repaired:
         if (
             not 0 < repaired.stop - repaired.start <= REPAIR_BYTES + COMPARED_BYTES

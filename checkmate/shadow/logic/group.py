@@ -64,6 +64,8 @@ class ShadowGroup:
             self.rank_progress[part.position] = progress
             if progress.HasField("repairs_from"):
                 self.records.repairs_from[part.position] = progress.repairs_from
+            else:  # it can't any more
+                self.records.repairs_from.pop(part.position, None)
             part.ClearField("progress")
 
     @property

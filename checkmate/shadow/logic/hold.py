@@ -427,6 +427,8 @@ class Hold:
                     return why
                 if self._iteration_at(stream) < records.repairs_from[plan.sender]:
                     return f"{why}, and the rank does not have them any more"
+                if not stream.connected and stream.stands_below(end, now) > RECORD_GRACES * grace:
+                    return why
             if stream.repair is not None and (fault := stream.repair.fault(now, RECORD_GRACES * grace)):
                 return f"{plan}: {fault}"
         following = self.in_full + 1

@@ -19,8 +19,8 @@ FIRST_BYTES: Final = 64 << 10
 """Bytes of the first request: the longest segment of a host that leaves segmentation to its NIC."""
 STANDS_SECONDS: Final = 0.05
 """A stream that stands below its recorded end for this time has lost something: copies precede records."""
-NEXT_STANDS_SECONDS: Final = 0.005
-"""The same after a repair: what is behind a hole was there before."""
+NEXT_STANDS_SECONDS: Final = 0.003
+"""The same after a repair in the same iteration: what is behind a hole was there before."""
 PAUSE_SECONDS: Final = (0.1, 1.0)
 """Until a request without effect is repeated, at first and at most: request and repair may be lost, too."""
 
@@ -36,6 +36,7 @@ class StreamRepair:
         self._request: RepairRequest | None = None
         self._opened_at = self._asked_at = self._pause = 0.0
         self._size = FIRST_BYTES
+        self._iteration = -1  # the first byte of that of the last request
         self._fault = ""
 
     def renewed(self) -> StreamRepair:
@@ -75,6 +76,10 @@ class StreamRepair:
                 return None
             if stands < (NEXT_STANDS_SECONDS if self.repeats else STANDS_SECONDS):
                 return None
+            if within.start != self._iteration:
+                self._size, self._iteration = FIRST_BYTES, within.start
+                if stands < STANDS_SECONDS:
+                    return None
             self._opened_at = now
             start = max(within.start, position - COMPARED_BYTES)
             stop = min(within.stop, end, position + self._size)

@@ -156,7 +156,6 @@ class HostReducer:
     def give_up(self) -> None:
         """Note that the script ends by an error."""
         self._given_up = True
-        self._inner.give_up()
 
     def close(self) -> None:
         """End the threads. A bucket in progress fails and breaks all rings."""

@@ -26,10 +26,6 @@ for a main thread that computes in Python; the default of 5 ms is longer than mo
 """
 
 
-REPAIRED_SECONDS: Final = 10.0
-"""Time for which a rank that has ended takes the repairs of the rank before."""
-
-
 class RingReducer:
     """Reduces in host memory, over the tagging ring, which its creator closes.
 
@@ -66,7 +62,6 @@ class RingReducer:
             for channel, sender in enumerate(ring.senders):
                 if isinstance(sender, TaggedSocket):
                     self._streams |= {(channel, shard): (sender, first_id + shard) for shard in shards}
-        self._gives_up = False
         self._engine: Engine
         self._interval: float
 
@@ -112,13 +107,12 @@ class RingReducer:
         self._ring.abort()
 
     def give_up(self) -> None:
-        """Note that the script ends by an error, so that nobody waits for repairs."""
-        self._gives_up = True
+        """Do nothing: there are no other ranks of this host."""
 
     def close(self) -> None:
         """End the threads. A bucket in progress fails and breaks the ring."""
         self._engine.close()
         if self.repairs is not None:
-            self.repairs.close(0.0 if self._gives_up else REPAIRED_SECONDS)
+            self.repairs.close()
         if abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6:  # unless someone else has changed it
             sys.setswitchinterval(self._interval)

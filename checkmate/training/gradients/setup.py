@@ -227,4 +227,6 @@ def _connect_repairs(
                 name = StreamName(place.position, channel, shard)
                 laid = layout.slicing.stream(layout.schedule, name, place.job.channels, place.ranks)
                 nbytes[channel, shard] = laid.nbytes
-    return Repairs(ring, nbytes, start.next_iteration, place.first_id)
+    repairs = Repairs(ring, nbytes, start.next_iteration, place.first_id)
+    undo.callback(repairs.close)  # if nothing comes of the reducer, which closes it, too
+    return repairs

@@ -99,6 +99,7 @@ class Line:
         self._repairs = repairs
         self._repaired: list[pb.RepairedRange] = []
         self._poll_at = 0.0  # when to ask next what is missing
+        self._polled = False  # whether that is not answered yet
         self.node = node
         self.stub = stub
         self.begin_accepted = threading.Event()
@@ -147,9 +148,11 @@ class Line:
     def tell_repaired(self, repaired: pb.RepairedRange) -> None:
         """Tell the node at once what was sent again. If it does not hear of it, it asks again."""
         with self._condition:
+            if self._closing.is_set():  # after which `_wake` may be another file's
+                return
             self._repaired.append(repaired)
             self._poll_at = 0.0
-        os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake, 1)
 
     def departed(self, iteration: int) -> bool:
         """Return whether an iteration's record was passed to the kernel; also true if the node is away."""
@@ -179,7 +182,8 @@ class Line:
         self.end()
         if self._thread.ident is not None:
             self._thread.join()
-        os.close(self._wake)
+        with self._condition:
+            os.close(self._wake)
 
     def _run(self) -> None:
         pause = _FIRST_PAUSE
@@ -261,6 +265,7 @@ class Line:
         with self._condition:
             self._warn_unsure()
             self._count_sent = self._calm = 0
+            self._polled = False
             self._dequeued_iteration = self._kernel_iteration = -1
             self._flushed = False
         with selectors.DefaultSelector() as selector:
@@ -274,8 +279,9 @@ class Line:
                     self._kernel_iteration = self._dequeued_iteration
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
                 selector.modify(sock, events)
-                wait = None if self._repairs is None else max(self._poll_at - time.monotonic(), 0.0)
-                ready = {key.fd for key, _ in selector.select(None if outgoing else wait)}
+                polls = self._repairs is not None and not self._polled and not outgoing
+                wait = max(self._poll_at - time.monotonic(), 0.0) if polls else None
+                ready = {key.fd for key, _ in selector.select(wait)}
                 outgoing += self._poll() if not outgoing else b""
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
@@ -320,8 +326,9 @@ class Line:
     def _poll(self) -> bytes:
         """Return the question for what the node lacks of this rank's streams, when it is time."""
         now = time.monotonic()
-        if self._repairs is None or now < self._poll_at:
+        if self._repairs is None or self._polled or now < self._poll_at:
             return b""
+        self._polled = True  # or a node that is stopped would find many of them before its records
         with self._condition:
             repaired, self._repaired = self._repaired, []
             self._poll_at = now + (_POLL_SECONDS[0] if repaired else _POLL_SECONDS[1])
@@ -330,6 +337,10 @@ class Line:
         return pack(part.SerializeToString(), ANSWER)
 
     def _handle_answer(self, reply: pb.RecordReply) -> None:
+        if reply.iteration < 0 and not reply.superseded:
+            self._polled = False
+            self._take(reply)
+            return  # a node answers a question also before it has begun this start
         if self._complaint:
             say(logging.INFO, TRAINER_NODE_BACK(node=self.node.id), "shadow node %d is back", self.node.id)
             self._complaint = ""

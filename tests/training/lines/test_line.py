@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import socket
 import threading
 import time
@@ -531,3 +532,28 @@ def test_ranks_without_repairs_ask_nothing(node: RecordingNode, stub: ShadowStub
     assert line.finish(SECONDS)
     line.close()
     assert [record.iteration for record in node.records] == [0]
+
+
+def test_what_is_told_after_the_end_reaches_nothing(
+    node: RecordingNode, stub: ShadowStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor may be another file's by then."""
+    line = Line(shadow_node(node), stub, None, lambda *_: None, repairs=pb.RecordPart(job="demo"))
+    line.start()
+    line.close()
+    monkeypatch.setattr(os, "eventfd_write", lambda *_: pytest.fail("it was written to"))
+    line.tell_repaired(pb.RepairedRange(stop=1))
+
+
+def test_a_node_that_stands_is_asked_once(node: RecordingNode, stub: ShadowStub) -> None:
+    """Or its records would wait behind many questions."""
+    node.answering.clear()
+    line = Line(shadow_node(node), stub, None, lambda *_: None, repairs=pb.RecordPart(job="demo"))
+    line.start()
+    time.sleep(0.5)
+    line.send(*part(0))
+    time.sleep(0.2)
+    node.answering.set()
+    assert line.finish(SECONDS)
+    line.close()
+    assert [record.HasField("repair") for record in node.records][:2] == [True, False]
