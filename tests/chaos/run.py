@@ -27,7 +27,7 @@ from topologies.describe.topology import LabError, build
 
 SECONDS = 120.0
 """A scenario hangs if nothing was trained for this time."""
-STACK_SECONDS = 40.0
+STACK_SECONDS = 15.0
 """Time after which ranks are asked for their stacks, before their own waits end."""
 _POLL_SECONDS = 0.01
 _STARTS = 12
