@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -21,10 +22,13 @@ from checkmate.job.schema import Job
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.shadow.calls import meet
 from checkmate.shadow.calls.meet import MeetingRoom
 from checkmate.shadow.logic.group import CallRefused
+from checkmate.shadow.logic.meeting import RankStore
 from checkmate.training.errors import SessionError
-from checkmate.training.in_place.attendance import Attendance, MeetingError
+from checkmate.training.in_place.attendance import Attendance, MeetingError, NodeStore
 from checkmate.training.in_place.groups import ProcessGroups, Wrappers
 from checkmate.training.in_place.resilient import FailedAttempts, resilient
 from checkmate.training.start.survivor import Loss
@@ -330,3 +334,31 @@ def test_ranks_that_return_before_the_meeting_is_taken_are_heard_of() -> None:
         told = threading.Event()
         first.when_returned(told.set)
         assert told.is_set() and first.returned == [2]
+
+
+class LocalStore(NodeStore):
+    """A store in this process, as a node would keep it."""
+
+    def __init__(self) -> None:
+        super().__init__(cast(ShadowStub, None), "mine", b"", 0.3)
+        self.values = RankStore(1 << 20)
+        self.keys: set[str] = set()
+
+    def _ask(
+        self, kind: Any, keys: Any, values: Any = (), *, amount: int = 0, timeout: float = 0.0
+    ) -> pb.StoreReply:
+        self.keys.update(keys)
+        time.sleep(0.01)
+        request = pb.StoreRequest(kind=kind, keys=keys, values=values, amount=amount, timeout=timeout)
+        return meet._carry_out(self.values, request)
+
+
+def test_a_group_whose_making_failed_does_not_count_for_the_next_one() -> None:
+    """Survivors and new processes must use the same keys, or they would wait for each other in vain."""
+    names = []
+    for world in (2, 1):  # of two, the second one never comes
+        store = LocalStore()
+        with suppress(MeetingError):
+            ProcessGroups(store, 0, world, "gloo", 0.3).end()
+        names.append({key.partition("//")[0] for key in store.keys if "//" in key})
+    assert names[0] == names[1] != set()
