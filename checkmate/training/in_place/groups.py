@@ -46,8 +46,8 @@ class ProcessGroups:
         self._store: Final = store
         self._aborting = threading.Lock()
         self.is_aborted = False
-        # PyTorch numbers groups, also those whose making failed, and the number is in the store's keys: survivors
-        # and new processes would wait for each other under different ones.
+        # PyTorch numbers groups, also those whose making failed, and the number is in the store's keys:
+        # survivors and new processes would wait for each other under different ones.
         dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"),
