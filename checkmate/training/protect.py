@@ -470,14 +470,14 @@ class Protection:
                 )
             self._publisher.close(patience)
             iteration = self._publisher.newest
-            is_awaited = last and iteration >= 0 and broken is None
+            is_awaited = last and iteration >= 0
             repairs = self._gradients.repairs if is_awaited else None
             if repairs is not None and self.place.side is not None:
                 self._followers.await_stepped(iteration, deadline)  # till then, nodes may ask for lost copies
                 is_awaited = False
             self._followers.finish(deadline)
             if repairs is not None:
-                repairs.linger(REPAIRED_SECONDS)
+                repairs.linger(REPAIRED_SECONDS if broken is None else HASTE_SECONDS)
             unpublished = self._recorder.refusal or self._publisher.error
             if unpublished is not None and well:  # nothing has raised it yet, or the script has caught it
                 if self._recorder.refusal is None:

@@ -354,7 +354,7 @@ class LocalStore(NodeStore):
 
 
 def test_a_group_whose_making_failed_does_not_count_for_the_next_one() -> None:
-    """Survivors and new processes must use the same keys, or they would wait for each other in vain."""
+    """Survivors and new processes must use the same keys, or they would never meet."""
     names = []
     for world in (2, 1):  # of two, the second one never comes
         store = LocalStore()
