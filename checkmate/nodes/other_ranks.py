@@ -210,7 +210,8 @@ def other_files(job: Job, answers: Answers) -> str:
         present = answer.next_ranks if answer.HasField("next_ranks") else answer.job_ranks
         if not present.groups or (sizes := difference(present, own_ranks)) is None:
             continue
-        if job.min_replicas is not None and _same_whole(present, own_ranks):
+        is_partial = bool(present.present or own_ranks.present)
+        if job.min_replicas is not None and is_partial and _same_whole(present, own_ranks):
             continue
         newest = max((hold.stepped for _, hold in holds), default=-1)
         return (

@@ -17,7 +17,14 @@ import yaml
 from checkmate.job.files import read_job
 from checkmate.job.partial import replicas_there, with_replicas
 from checkmate.job.schema import Job
-from checkmate.nodes.other_ranks import OtherRanks, held_states, job_of, job_ranks, ranks_digest
+from checkmate.nodes.other_ranks import (
+    OtherRanks,
+    held_states,
+    job_of,
+    job_ranks,
+    other_files,
+    ranks_digest,
+)
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
@@ -280,6 +287,23 @@ def test_a_job_goes_on_with_as_few_replicas_as_it_may(tmp_path: Path) -> None:
         ranks.present[:] = nonsense
         assert file.job_for(ranks) == (None, "")
     assert ranks_digest(job_ranks(partial)) != ranks_digest(job_ranks(with_replicas(job, (0, 1, 2))))
+
+
+def test_a_node_with_an_old_file_is_named_also_if_fewer_replicas_may_train(tmp_path: Path) -> None:
+    """One that follows fewer replicas of this file is none."""
+    jobs = []
+    for replicas in (3, 4):
+        path = tmp_path / f"{replicas}.yaml"
+        node = {"id": 0, "mgmt": "127.0.0.1:7000"}
+        data = {"job": "mine", "copies": "host", "ranks": replicas, "min_replicas": 2, "shadow_nodes": [node]}
+        path.write_text(yaml.safe_dump(data))
+        jobs.append(read_job(path))
+    old, job = jobs
+    hold = pb.HoldStatus(seeded=True, stepped=4, in_full=4)
+    answer = pb.NodeStatus(job_ranks=job_ranks(old), holds=[hold])
+    assert "shadow node 0" in other_files(job, {0: answer})
+    answer.job_ranks.CopyFrom(job_ranks(with_replicas(job, (0, 2))))
+    assert not other_files(job, {0: answer})
 
 
 @needs_buffers
