@@ -2232,6 +2232,7 @@ class RecordReply(google.protobuf.message.Message):
     BY_FIELD_NUMBER: builtins.int
     ALSO_TRAINING_FIELD_NUMBER: builtins.int
     MISSING_FIELD_NUMBER: builtins.int
+    AWAITS_COPIES_FIELD_NUMBER: builtins.int
     iteration: builtins.int
     """all parts up to this iteration have arrived; -1: none"""
     trouble: builtins.str
@@ -2243,6 +2244,8 @@ class RecordReply(google.protobuf.message.Message):
     """Another start of training has fenced this one, or has begun in its place: nothing of it is kept any more."""
     by: builtins.str
     """the address from which that was done"""
+    awaits_copies: builtins.bool
+    """some of these streams are below their recorded ends: the rank asks again soon"""
     @property
     def wanted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SeedWanted]:
         """Shards and parameters of this group that the node lacks and no other holder provides."""
@@ -2274,8 +2277,9 @@ class RecordReply(google.protobuf.message.Message):
         by: builtins.str = ...,
         also_training: collections.abc.Iterable[builtins.str] | None = ...,
         missing: collections.abc.Iterable[Global___MissingRange] | None = ...,
+        awaits_copies: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["also_training", b"also_training", "buffers", b"buffers", "by", b"by", "iteration", b"iteration", "missing", b"missing", "refused", b"refused", "superseded", b"superseded", "suspects", b"suspects", "trouble", b"trouble", "wanted", b"wanted"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["also_training", b"also_training", "awaits_copies", b"awaits_copies", "buffers", b"buffers", "by", b"by", "iteration", b"iteration", "missing", b"missing", "refused", b"refused", "superseded", b"superseded", "suspects", b"suspects", "trouble", b"trouble", "wanted", b"wanted"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RecordReply: typing_extensions.TypeAlias = RecordReply

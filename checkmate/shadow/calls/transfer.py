@@ -103,6 +103,7 @@ def repair(node: Node, part: pb.RecordPart) -> pb.RecordReply:
         _observe(node, group, part.position)
         for hold in group.holds:
             reply.missing.extend(hold.missing_ranges(group.records, part.position, node.now()))
+            reply.awaits_copies |= not hold.settled and hold.awaits(group.records, part.position)
     if due:
         node.touch()  # an iteration may be there now
     return reply

@@ -403,11 +403,15 @@ class Hold:
         """Whether both sets of buckets are full."""
         return self.in_full >= self.released + SETS
 
-    def awaits(self, records: Records) -> bool:
-        """Return whether data that is recorded as sent has not arrived."""
+    def awaits(self, records: Records, sender: int | None = None) -> bool:
+        """Return whether data that is recorded as sent has not arrived, or not been checked.
+
+        `sender`: the position of the rank that sends it; by default any.
+        """
         return any(
-            stream.position < records.ends.get((stream.plan.sender, stream.plan.channel, self.plan.shard), 0)
+            stream.checked < records.ends.get((stream.plan.sender, stream.plan.channel, self.plan.shard), 0)
             for stream in self.streams
+            if sender in (None, stream.plan.sender)
         )
 
     def gap(self, records: Records, now: float, grace: float) -> str | None:

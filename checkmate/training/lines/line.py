@@ -9,6 +9,7 @@ this process has died.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import selectors
 import socket
@@ -52,7 +53,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 1.0
 _AT_ONCE: Final = 1 << 20  # bytes taken from the queue before they are written
 _VANISHED_SECONDS: Final = 15
 _POLL_SECONDS: Final = (0.005, 0.05)
-"""Between questions for what a node lacks: right after a repair, and else."""
+"""Until a question for what a node lacks: after a record or a repair, and while it awaits copies."""
 _WAIT: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -100,6 +101,7 @@ class Line:
         self._repaired: list[pb.RepairedRange] = []
         self._poll_at = 0.0  # when to ask next what is missing
         self._polled = False  # whether that is not answered yet
+        self._has_recorded = False  # whether a record was sent since
         self.node = node
         self.stub = stub
         self.begin_accepted = threading.Event()
@@ -265,7 +267,7 @@ class Line:
         with self._condition:
             self._warn_unsure()
             self._count_sent = self._calm = 0
-            self._polled = False
+            self._polled, self._poll_at = False, 0.0
             self._dequeued_iteration = self._kernel_iteration = -1
             self._flushed = False
         with selectors.DefaultSelector() as selector:
@@ -280,8 +282,8 @@ class Line:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
                 selector.modify(sock, events)
                 polls = self._repairs is not None and not self._polled and not outgoing
-                wait = max(self._poll_at - time.monotonic(), 0.0) if polls else None
-                ready = {key.fd for key, _ in selector.select(wait)}
+                wait = max(self._poll_at - time.monotonic(), 0.0) if polls else math.inf
+                ready = {key.fd for key, _ in selector.select(None if math.isinf(wait) else wait)}
                 outgoing += self._poll() if not outgoing else b""
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
@@ -317,6 +319,8 @@ class Line:
                 data = pack(record, ANSWER if regular or len(record) >= _LARGE else 0)
                 self._dequeued_iteration = self._parts[self._count_sent].iteration
                 self._count_sent += 1
+                self._poll_at = min(self._poll_at, time.monotonic() + _POLL_SECONDS[0])
+                self._has_recorded = True
                 room -= len(data)
                 yield data
             if self._finishing and not self._flushed and self._count_sent == len(self._parts):
@@ -331,6 +335,7 @@ class Line:
         self._polled = True  # or a node that is stopped would find many of them before its records
         with self._condition:
             repaired, self._repaired = self._repaired, []
+            self._has_recorded = False
             self._poll_at = now + (_POLL_SECONDS[0] if repaired else _POLL_SECONDS[1])
         part = pb.RecordPart(iteration=-1, repair=pb.RepairTalk(repaired=repaired))
         part.MergeFrom(self._repairs)
@@ -339,6 +344,9 @@ class Line:
     def _handle_answer(self, reply: pb.RecordReply) -> None:
         if reply.iteration < 0 and not reply.superseded:
             self._polled = False
+            with self._condition:
+                if not (reply.awaits_copies or self._repaired or self._has_recorded):
+                    self._poll_at = math.inf  # until there is another record
             self._take(reply)
             return  # a node answers a question also before it has begun this start
         if self._complaint:

@@ -557,3 +557,27 @@ def test_a_node_that_stands_is_asked_once(node: RecordingNode, stub: ShadowStub)
     assert line.finish(SECONDS)
     line.close()
     assert [record.HasField("repair") for record in node.records][:2] == [True, False]
+
+
+def test_questions_follow_records_and_what_is_awaited(node: RecordingNode, stub: ShadowStub) -> None:
+    """There are none while a node has all that was recorded, however long that is."""
+    awaits = [True]
+    node.reply = lambda part: pb.RecordReply(awaits_copies=part.HasField("repair") and awaits[0])
+    line = Line(shadow_node(node), stub, None, lambda *_: None, repairs=pb.RecordPart(job="demo"))
+
+    def questions() -> int:
+        return sum(record.HasField("repair") for record in node.records)
+
+    line.start()
+    wait_until(lambda: questions() > 3)
+    awaits[0] = False
+    time.sleep(0.3)
+    before = questions()
+    time.sleep(0.5)
+    assert questions() == before
+    line.send(*part(0))
+    wait_until(lambda: questions() > before)
+    time.sleep(0.3)
+    assert questions() <= before + 2
+    assert line.finish(SECONDS)
+    line.close()
