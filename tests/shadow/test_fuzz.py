@@ -62,6 +62,9 @@ STRATEGIES: Final[dict[str, st.SearchStrategy[Any]]] = {
     "next_iteration": st.just(0),
     "position": st.integers(0, 1),
     "end": st.integers(0, 64),
+    "RepairedRange_start": st.integers(0, 64),
+    "stop": st.integers(0, 64),
+    "digest": st.binary(min_size=16, max_size=16),
 }
 NUMBERS = st.sampled_from([0, 1, -1, 255, 1 << 31, 1 << 45, 1 << 63, 1 << 80]) | st.integers() | st.floats()
 JSON: Final = st.recursive(

@@ -86,8 +86,10 @@ class Repairs:
             if is_foreign or self._sent_again.get(node, 0) > SENT_AGAIN_MOST * self._sent.nbytes + MAX_BYTES:
                 if node not in self._complained:
                     self._complained.add(node)
-                    what = "bytes that this rank has not sent" if is_foreign else "more than it can have lost"
-                    _log.warning("shadow node %d asks for %s: %s is not sent again", node, what, request)
+                    words = (
+                        "bytes that this rank has not sent" if is_foreign else "more than it can have lost"
+                    )
+                    _log.warning("shadow node %d asks for %s: %s is not sent again", node, words, request)
                 return
             if self._sending != (node, stream, request.start, request.stop):
                 self._requests[node, stream] = (request, answer)
