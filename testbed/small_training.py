@@ -193,17 +193,20 @@ class SmallTraining:
             if nodes is None or node in nodes:
                 line.send(self.part(position))
 
-    def part(self, position: int) -> pb.RecordPart:
-        part = pb.RecordPart(
+    def author(self, position: int) -> pb.RecordPart:
+        """Return the fields that all parts of a rank share."""
+        return pb.RecordPart(
             job=self.job.job,
             incarnation=self.incarnation,
             run=self.run,
             start=self.start,
             group=self.group,
             position=position,
-            iteration=self.iteration,
-            rng=b"rng %d of %d" % (self.iteration, position),
         )
+
+    def part(self, position: int) -> pb.RecordPart:
+        part = self.author(position)
+        part.iteration, part.rng = self.iteration, b"rng %d of %d" % (self.iteration, position)
         for side, boundary in ((0, 0), (1, self.ranks - 1)):
             for (number, channel, shard), layout in self.layouts.items():
                 if position == boundary and number % 2 == side:

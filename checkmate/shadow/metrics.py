@@ -6,6 +6,7 @@ Runs, incarnations and iterations are values, not labels, so that a training job
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Final
 
 from prometheus_client.metrics_core import (
@@ -136,15 +137,17 @@ def _labels(status: pb.NodeStatus, hold: pb.HoldStatus) -> tuple[str, ...]:
     return status.job, str(hold.shard.group), str(hold.shard.shard), str(status.node)
 
 
-def _counter(name: str, text: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
-    family = CounterMetricFamily(f"checkmate_shadow_{name}", text, labels=_OF_HOLD)
+def _of_holds(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    text: str,
+    values: Iterable[tuple[tuple[str, ...], float]],
+) -> Metric:
+    family = kind(f"checkmate_shadow_{name}", text, labels=_OF_HOLD)
     for labels, value in values:
         family.add_metric(labels, value)
     return family
 
 
-def _gauge(name: str, text: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
-    family = GaugeMetricFamily(f"checkmate_shadow_{name}", text, labels=_OF_HOLD)
-    for labels, value in values:
-        family.add_metric(labels, value)
-    return family
+_counter: Final = partial(_of_holds, CounterMetricFamily)
+_gauge: Final = partial(_of_holds, GaugeMetricFamily)

@@ -20,7 +20,6 @@ from checkmate.shadow.receive.part_streams import new_inlet
 from checkmate.shadow.replica.replica import Replica
 from checkmate.wire.layout import Layout
 from checkmate.wire.repair import digest_of
-from checkmate.wire.schedule import StreamName
 
 
 class HoldResources:
@@ -51,10 +50,7 @@ class HoldResources:
         self.layout, self.replica = layout, replica
         self.lock = locks.ordered_lock("hold")
         layouts = [
-            layout.slicing.stream(
-                layout.schedule, StreamName(s.sender, s.channel, plan.shard), channels, ranks
-            )
-            for s in plan.streams
+            layout.slicing.stream(layout.schedule, stream.name, channels, ranks) for stream in plan.streams
         ]
         check_lengths(layouts)
         # A switch has its streams connected, whatever they carry; a rank has none without bytes.
@@ -123,9 +119,8 @@ class HoldResources:
 
     def digest(self, sender: int, repaired: pb.RepairedRange) -> bytes:
         """Return the digest of received bytes of a stream, none of which a step has used."""
-        key = (sender, repaired.channel)
         for inlet in self.inlets:
-            if (inlet.plan.sender, inlet.plan.channel) == key:
+            if inlet.plan.name == (sender, repaired.channel, repaired.shard):
                 with suppress(KeyError):  # a restart has just settled it, and discarded its buckets
                     return digest_of(inlet.received(repaired.start, repaired.stop))
         return b""

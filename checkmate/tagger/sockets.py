@@ -113,10 +113,7 @@ class TaggedSocket:
         """
         length = len(data)
         end = self.written_bytes + length
-        if self._kernel_oldest is not None and self._kernel_oldest < end - RETIRE_AFTER:
-            self._retire(end - RETIRE_AFTER)
-        self._check_established()
-        self._await_ranges(RANGES - 1)
+        self._make_room(end, 1)
         self._add_range(self.written_bytes, length, channel, shadow_id, position)
         self._store()
         self._announced, self._chunk_left = end, length
@@ -148,14 +145,9 @@ class TaggedSocket:
     def _announce(self, chunks: Sequence[Chunk]) -> None:
         """Pass the ranges of chunks to the kernel; all chunks announced before are written."""
         end = self.written_bytes + sum(length for length, _ in chunks)
-        expired = end - RETIRE_AFTER
-        if self._kernel_oldest is not None and self._kernel_oldest < expired:
-            self._retire(expired)
         tagged = sum(shadow_id is not None for _, shadow_id in chunks)
+        self._make_room(end, tagged)
         if tagged:
-            self._check_established()
-            if len(self._ends) + tagged > _REAPED_FROM:
-                self._await_ranges(RANGES - tagged)
             start = self.written_bytes
             for length, shadow_id in chunks:
                 if shadow_id is not None:
@@ -164,6 +156,16 @@ class TaggedSocket:
                 start += length
             self._store()
         self._announced = end
+
+    def _make_room(self, end: int, tagged: int) -> None:
+        """Wait until the kernel has room for that many ranges more, of bytes written up to `end`."""
+        expired = end - RETIRE_AFTER
+        if self._kernel_oldest is not None and self._kernel_oldest < expired:
+            self._retire(expired)
+        if tagged:
+            self._check_established()
+            if len(self._ends) + tagged > _REAPED_FROM:
+                self._await_ranges(RANGES - tagged)
 
     def _check_established(self) -> None:
         """Learn the connection's first sequence number. Raise `TaggerError` if the kernel has not seen it."""

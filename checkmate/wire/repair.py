@@ -7,7 +7,7 @@ again with their tags, and tells a digest of what it has sent (design, section 4
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final, NamedTuple
@@ -47,6 +47,18 @@ def digest_of(data: bytes | bytearray | memoryview) -> bytes:
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
+def within_iterations(start: int, stop: int, nbytes: int) -> Iterator[tuple[int, range]]:
+    """Yield the iterations of bytes [start, stop) of a stream, each with the bytes within it.
+
+    Iterations have `nbytes` each, and are counted from byte 0 on.
+    """
+    while start < stop:
+        index, offset = divmod(start, nbytes)
+        count = min(stop - start, nbytes - offset)
+        yield index, range(offset, offset + count)
+        start += count
+
+
 @dataclass
 class _Iteration:
     """The bytes of one iteration of a stream, the first `filled` of which are there."""
@@ -84,17 +96,11 @@ class SentStream:
     def read(self, start: int, stop: int) -> bytes | None:
         """Return a copy of bytes [start, stop) of the stream, or `None` if some are not there."""
         pieces = []
-        while start < stop:
-            index, offset = divmod(start, self.nbytes)
+        for index, within in within_iterations(start, stop, self.nbytes):
             place = index - self._oldest
-            if not 0 <= place < len(self._iterations):
+            if not 0 <= place < len(self._iterations) or within.stop > self._iterations[place].filled:
                 return None
-            iteration = self._iterations[place]
-            count = min(stop - start, self.nbytes - offset)
-            if offset + count > iteration.filled:
-                return None
-            pieces.append(iteration.data[offset : offset + count])
-            start += count
+            pieces.append(self._iterations[place].data[within.start : within.stop])
         return b"".join(pieces)
 
     def _begin(self) -> None:

@@ -38,17 +38,9 @@ class RepairingTraining:
 
     def poll(self, position: int = 0, *repaired: pb.RepairedRange, **fields: object) -> list[pb.MissingRange]:
         """Ask node 0, as the rank at a position of the ring, what is missing."""
-        training = self.training
-        part = pb.RecordPart(
-            job=training.job.job,
-            incarnation=training.incarnation,
-            run=training.run,
-            start=training.start,
-            group=training.group,
-            position=position,
-            iteration=-1,
-            repair=pb.RepairTalk(repaired=repaired),
-        )
+        part = self.training.author(position)
+        part.iteration = -1
+        part.repair.CopyFrom(pb.RepairTalk(repaired=repaired))
         for name, value in fields.items():
             setattr(part, name, value)
         reply = transfer.take(self.here.nodes[0].node, part, True, "127.0.0.1")

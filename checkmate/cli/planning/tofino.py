@@ -80,8 +80,11 @@ def show(
 
 def _needs_pfc(jobs: Sequence[Job], switch: str) -> bool:
     """Return whether copies at a switch must not be lost. One such job decides for all that share it."""
-    users = [job for job in jobs if any(switch == at.name for at in job.fabric.switches)]
-    return any(job.lossless for job in users)
+    return any(job.lossless and _uses(job, switch) for job in jobs)
+
+
+def _uses(job: Job, switch: str) -> bool:
+    return any(switch == at.name for at in job.fabric.switches)
 
 
 def _names(network: Network, only: str | None) -> list[str]:
@@ -109,11 +112,7 @@ def _planned(
     ]
     pfc_plans = {}
     for name in names:
-        users = [
-            (file, job)
-            for file, job in job_set.sound
-            if any(switch.name == name for switch in job.fabric.switches)
-        ]
+        users = [(file, job) for file, job in job_set.sound if _uses(job, name)]
         try:
             pfc_plans[name] = pfc_plan(network, network.switches[name], plans[name], users[0][1].tag.priority)
         except NoRoom as error:

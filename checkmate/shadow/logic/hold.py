@@ -409,7 +409,7 @@ class Hold:
         `sender`: the position of the rank that sends it; by default any.
         """
         return any(
-            stream.checked < records.ends.get((stream.plan.sender, stream.plan.channel, self.plan.shard), 0)
+            stream.checked < records.ends.get(stream.plan.name, 0)
             for stream in self.streams
             if sender in (None, stream.plan.sender)
         )
@@ -423,15 +423,16 @@ class Hold:
             has_begun = max(records.newest, self.receiving) >= self.joined > self.first
             if has_begun and not (stream.received_bytes or stream.connected):
                 return f"{plan}: not connected before iteration {self.joined}"
-            end = records.ends.get((plan.sender, plan.channel, plan.shard), 0)
+            end = records.ends.get(plan.name, 0)
             is_lost = end - stream.position >= FARTHEST  # reconnecting would not bring it
-            if is_lost or stream.stands_below(end, now) > grace:
+            stands = stream.stands_below(end, now)
+            if is_lost or stands > grace:
                 why = f"{plan}: {counted(end - stream.position, 'byte has', 'bytes have')} not come"
                 if is_lost or stream.repair is None or plan.sender not in records.repairs_from:
                     return why
                 if self._iteration_at(stream) < records.repairs_from[plan.sender]:
                     return f"{why}, and the rank does not have them any more"
-                if not stream.connected and stream.stands_below(end, now) > RECORD_GRACES * grace:
+                if not stream.connected and stands > RECORD_GRACES * grace:
                     return why
             if stream.repair is not None and (fault := stream.repair.fault(now, RECORD_GRACES * grace)):
                 return f"{plan}: {fault}"
@@ -451,20 +452,14 @@ class Hold:
             plan = stream.plan
             if stream.repair is None or plan.sender != sender or not stream.connected:
                 continue
-            end = records.ends.get((sender, plan.channel, plan.shard), 0)
+            end = records.ends.get(plan.name, 0)
             stands = stream.stands_below(end, now)
             nbytes = max(stream.layout.nbytes, 1)
             begin = stream.position - stream.position % nbytes
             within = range(begin, begin + nbytes)
             request = stream.repair.request(stream.position, end, stands, now, within)
             if request is not None:
-                yield pb.MissingRange(
-                    channel=plan.channel,
-                    shard=plan.shard,
-                    start=request.start,
-                    missing=request.missing,
-                    stop=request.stop,
-                )
+                yield pb.MissingRange(channel=plan.channel, shard=plan.shard, **request._asdict())
 
     def awaits_digest(self, sender: int, repaired: pb.RepairedRange) -> bool:
         """Return whether a digest is that of bytes that were asked for and have come."""
@@ -483,8 +478,8 @@ class Hold:
                 stream.repair.refute()
 
     def _repaired_stream(self, sender: int, repaired: pb.RepairedRange) -> StreamState | None:
-        key = (sender, repaired.channel, repaired.shard)
-        return next((s for s in self.streams if (s.plan.sender, s.plan.channel, s.plan.shard) == key), None)
+        name = (sender, repaired.channel, repaired.shard)
+        return next((stream for stream in self.streams if stream.plan.name == name), None)
 
     def _iteration_at(self, stream: StreamState) -> int:
         """Return the iteration of a stream's next byte that counts."""

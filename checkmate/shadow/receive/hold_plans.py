@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from checkmate.job import boundaries
 from checkmate.job.schema import Job
-from checkmate.wire.schedule import FIRST, StreamLayout
+from checkmate.wire.schedule import FIRST, StreamLayout, StreamName
 from checkmate.wire.tag import MODULUS, Hello
 
 SETS = 2
@@ -28,6 +28,11 @@ class StreamPlan:
     sender: int
     """The rank's position in the group."""
     channel: int
+
+    @property
+    def name(self) -> StreamName:
+        """Its name within the group, by which records and repairs have it."""
+        return StreamName(self.sender, self.channel, self.shard)
 
     def __str__(self) -> str:
         return f"group {self.group}, shard {self.shard}, rank at position {self.sender}"

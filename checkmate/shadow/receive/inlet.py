@@ -15,7 +15,7 @@ import sys
 import termios
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -24,6 +24,7 @@ from checkmate import state
 from checkmate.shadow import locks
 from checkmate.shadow.receive.hold_plans import SETS, StreamPlan, start_of, whole_through
 from checkmate.wire.layout import Layout
+from checkmate.wire.repair import within_iterations
 from checkmate.wire.schedule import StreamLayout
 
 
@@ -168,24 +169,18 @@ class Inlet:
 
     def received(self, start: int, stop: int) -> bytes:
         """Return bytes [start, stop) of the stream, which are in the buckets still."""
-        taken = []
-        for iteration, within in self._within_iterations(start, stop):
+        parts = []
+        for index, within in within_iterations(start, stop, self.layout.nbytes):
             for piece in self.layout.pieces:
                 size = self.layout.itemsizes[piece.bucket]
                 begin = max(within.start, piece.offset)
                 end = min(within.stop, piece.offset + len(piece.where) * size)
                 if begin < end:
                     place = piece.where.start * size - piece.offset
-                    taken.append(self._sets.room(iteration, piece.bucket, place + begin, place + end))
-        return b"".join(taken)
-
-    def _within_iterations(self, start: int, stop: int) -> Iterator[tuple[int, range]]:
-        """Yield the iterations of bytes [start, stop), each with the bytes within it."""
-        while start < stop:
-            index, offset = divmod(start, self.layout.nbytes)
-            count = min(stop - start, self.layout.nbytes - offset)
-            yield self.first + index, range(offset, offset + count)
-            start += count
+                    parts.append(
+                        self._sets.room(self.first + index, piece.bucket, place + begin, place + end)
+                    )
+        return b"".join(parts)
 
     def take(self) -> ReadResult:
         """Read available data, for one turn at most."""

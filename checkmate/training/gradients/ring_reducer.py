@@ -112,7 +112,5 @@ class RingReducer:
     def close(self) -> None:
         """End the threads. A bucket in progress fails and breaks the ring."""
         self._engine.close()
-        if self.repairs is not None:
-            self.repairs.close()
         if abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6:  # unless someone else has changed it
             sys.setswitchinterval(self._interval)

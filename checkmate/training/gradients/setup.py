@@ -228,5 +228,5 @@ def _connect_repairs(
                 laid = layout.slicing.stream(layout.schedule, name, place.job.channels, place.ranks)
                 nbytes[channel, shard] = laid.nbytes
     repairs = Repairs(ring, nbytes, start.next_iteration, place.first_id)
-    undo.callback(repairs.close)  # if nothing comes of the reducer, which closes it, too
+    undo.callback(repairs.close)
     return repairs
