@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 
-from checkmate.job.boundaries import Boundary, Stream, boundaries, first_shadow_ids, streams
+from checkmate.job.boundaries import Boundary, Stream, boundaries, streams
 from checkmate.job.schema import Attachment, Host, Job, Nic, Switch
 
 
@@ -44,9 +44,12 @@ class Network:
         return tuple(boundary for job in self.jobs for boundary in boundaries(job))
 
     @cached_property
-    def first_ids(self) -> dict[str, tuple[int, ...]]:
-        """By job: the shadow id on the wire of each DP group's shard 0."""
-        return {job.job: first_shadow_ids(job) for job in self.jobs}
+    def _boundaries(self) -> dict[tuple[str, int], Boundary]:
+        return {(boundary.job, boundary.number): boundary for boundary in self.boundaries}
+
+    def boundary(self, job: str, number: int) -> Boundary:
+        """Return a job's boundary. Raise `KeyError` if it has none of this number."""
+        return self._boundaries[job, number]
 
     def links(self, switch: str) -> dict[int, str]:
         """Return the switch's link ports, each with the switch at its other end."""

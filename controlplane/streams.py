@@ -171,13 +171,13 @@ def admit(
     boundary = boundary_id.get((job.job, hello.boundary))
     if boundary is None:
         raise StreamRefused(f"job {job.job} has no boundary {hello.boundary} on {switch}")
-    group, side = divmod(hello.boundary, 2)
-    shard = hello.shadow_id - network.first_ids[job.job][group]
-    if hello.channel >= job.channels or shard not in range(job.shards(group)):
+    hop = network.boundary(job.job, hello.boundary)
+    shard = hello.shadow_id - hop.first_id
+    if hello.channel not in hop.channels or shard not in range(job.shards(hop.group)):
         raise StreamRefused(f"job {job.job} has no channel {hello.channel} of shadow id {hello.shadow_id}")
     for replication_id in range(1, job.replicas + 1):
-        node = job.holder(group, shard, replication_id)
-        nic = node.nics[nic_of(hello.channel, side, len(node.nics))]
+        node = job.holder(hop.group, shard, replication_id)
+        nic = node.nics[nic_of(hello.channel, hop.side, len(node.nics))]
         if nic.ip == connection.ip:
             break
     else:

@@ -41,6 +41,7 @@ def job_data(
     further: int = 0,
     shared: bool = False,
     lossless: bool = True,
+    collective: str = "ring",
 ) -> dict[str, Any]:
     """Return a job's YAML as data.
 
@@ -95,6 +96,7 @@ def job_data(
         },
         "channels": channels,
         "replicas": replicas,
+        **({} if collective == "ring" else {"collective": collective}),
         **({} if lossless else {"lossless": False}),
         "dp_groups": dp_groups,
         "shadow_nodes": shadow_nodes,

@@ -22,9 +22,10 @@ from checkmate.keys.access import insecure_everywhere
 from checkmate.keys.errors import KeysError
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role
-from checkmate.ring.place import host_ports, repair_ports, ring_ports
+from checkmate.ring.place import host_ports, repair_ports, ring_ports, tree_ports
 from checkmate.shadow.receive.connect import ORDINARY_BUFFER, RECEIVE_BUFFER
-from checkmate.wire.ring_sockets import BUFFER_BYTES
+from checkmate.wire.ring_sockets import BUFFER_BYTES, TREE_PORTS
+from checkmate.wire.tag import CHANNELS_MAX
 
 log = logging.getLogger("checkmate")
 
@@ -252,6 +253,13 @@ def _ring(job: Job, ranks: Iterable[Rank], facts: Facts) -> Iterator[Finding]:
         for group in (() if job.lossless else job.groups)
         for rank, port in zip(job.dp_groups[group].ranks, repair_ports(job, group), strict=True)
         if rank in own_ranks
+    ]
+    addresses += [
+        (str(rank.ip), first + number)
+        for group in job.groups
+        for rank, first in zip(job.dp_groups[group].ranks, tree_ports(job, group), strict=True)
+        if rank in own_ranks and job.has_trees(group)
+        for number in range(TREE_PORTS // (CHANNELS_MAX // 2) * job.channels)
     ]
     if len(own_ranks) > 1:
         firsts = zip(own_ranks, host_ports(job, own_ranks), strict=True)

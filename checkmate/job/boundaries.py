@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address
 
 from checkmate.job.schema import Job, Nic, Rank, ShadowNode
-from checkmate.wire.schedule import nic_of
+from checkmate.wire.schedule import FIRST, LAST, RING_SLICING, Slicing, nic_of
+from checkmate.wire.tree import TreeSlicing, tree_place
 
 AddressPair = tuple[IPv4Address, IPv4Address]
 """Source and destination."""
@@ -18,20 +19,19 @@ AddressPair = tuple[IPv4Address, IPv4Address]
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """One of a DP group's two tagging ranks: `side` 0 (first) or 1 (last)."""
+    """A hop on which one of a DP group's two tagging ranks sends: `side` 0 (first) or 1 (last)."""
 
     job: str
+    number: int
+    """Its id within the job, which the hello carries."""
     group: int
     side: int
     source: Rank
     destination: Rank
+    channels: range
+    """The channels in its tags: the ring's, or those after them, of the trees."""
     first_id: int = 0
     """The shadow id of the group's shard 0 on the wire."""
-
-    @property
-    def number(self) -> int:
-        """Its id within the job, which the hello carries."""
-        return 2 * self.group + self.side
 
     @property
     def pair(self) -> AddressPair:
@@ -63,10 +63,13 @@ class Stream:
 
 
 def boundaries(job: Job) -> Iterator[Boundary]:
-    """Yield the first and last rank of each DP group, with the rank to which each sends."""
-    for index, (first_id, sides) in enumerate(zip(first_shadow_ids(job), _sides(job), strict=True)):
-        for side, (source, destination) in enumerate(sides):
-            yield Boundary(job.job, index, side, source, destination, first_id)
+    """Yield the hops of each DP group's first and last rank: in its ring, and in its trees, if it has any."""
+    for group, (first_id, hops) in enumerate(zip(first_shadow_ids(job), _hops(job), strict=True)):
+        for place, (source, destination) in enumerate(hops):
+            in_trees, side = divmod(place, 2)
+            number = 2 * (len(job.dp_groups) * in_trees + group) + side
+            channels = range(job.channels * in_trees, job.channels * (1 + in_trees))
+            yield Boundary(job.job, number, group, side, source, destination, channels, first_id)
 
 
 def first_shadow_ids(job: Job) -> tuple[int, ...]:
@@ -77,17 +80,30 @@ def first_shadow_ids(job: Job) -> tuple[int, ...]:
     """
     free: dict[AddressPair, int] = {}
     connections = []
-    for index, sides in enumerate(_sides(job)):
-        pairs = [(source.ip, destination.ip) for source, destination in sides]
+    for index, hops in enumerate(_hops(job)):
+        pairs = [(source.ip, destination.ip) for source, destination in hops]
         connections.append(max(free.get(pair, 0) for pair in pairs))
         free |= dict.fromkeys(pairs, connections[-1] + job.shards(index))
     return tuple(connections)
 
 
-def _sides(job: Job) -> Iterator[tuple[tuple[Rank, Rank], tuple[Rank, Rank]]]:
-    """Yield each group's two hops whose sender tags, side 0 (first) and side 1 (last)."""
-    for group in job.dp_groups:
-        yield (group.ranks[0], group.ranks[1]), (group.ranks[-1], group.ranks[0])
+def _hops(job: Job) -> Iterator[list[tuple[Rank, Rank]]]:
+    """Yield each group's hops whose sender tags: sides 0 and 1 of the ring, and of the trees."""
+    for index, group in enumerate(job.dp_groups):
+        ranks = group.ranks
+        hops = [(ranks[0], ranks[1]), (ranks[-1], ranks[0])]
+        if job.has_trees(index):
+            for side, root in ((FIRST, 0), (LAST, len(ranks) - 1)):
+                (child,) = tree_place(len(ranks), root, side).children
+                hops.append((ranks[root], ranks[child]))
+        yield hops
+
+
+def slicing(job: Job, group: int) -> Slicing:
+    """Return how a DP group's buckets are cut, in a job whose collective is ours."""
+    if not job.has_trees(group):
+        return RING_SLICING
+    return TreeSlicing() if job.tree_bytes is None else TreeSlicing(job.tree_bytes)
 
 
 def streams(job: Job) -> Iterator[Stream]:
@@ -96,7 +112,7 @@ def streams(job: Job) -> Iterator[Stream]:
         for shard in range(job.shards(boundary.group)):
             for replication_id in range(1, job.replicas + 1):
                 node = job.holder(boundary.group, shard, replication_id)
-                for channel in range(job.channels):
+                for channel in boundary.channels:
                     nic = node.nics[nic_of(channel, boundary.side, len(node.nics))]
                     shadow_id = boundary.first_id + shard
                     yield Stream(boundary, channel, shadow_id, replication_id, node, nic)

@@ -14,15 +14,17 @@ from typing import Any, Final
 from checkmate.base.wording import counted, in_ranges
 from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.faults import Fault, Path, show_path
-from checkmate.job.fields import NODE_IDS_LAST
+from checkmate.job.fields import NODE_IDS_LAST, Collective
 from checkmate.job.placing import interfaces, is_placed
 from checkmate.job.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch, TrainingHost
 from checkmate.job.tofino.ports import tofino_faults
 from checkmate.job.validation import ValidPart, addresses_of, parts, served_at, validated
-from checkmate.wire.tag import NCCL_SHADOW_IDS, SHARDS_MAX
+from checkmate.wire.tag import CHANNELS_MAX, NCCL_SHADOW_IDS, SHARDS_MAX
 
 PORTS_MOST: Final = 65535
 MAX_LISTED: Final = 16
+TREE_GROUPS_MAX: Final = 1 << 14
+"""DP groups with trees, each of which has four boundaries, whose ids have 16 bits."""
 RECORDS_PORT: Final = "the port after mgmt's (for step records)"
 
 _REPLACED: Final[Mapping[Path, str]] = {
@@ -286,13 +288,14 @@ def notes(job: Job) -> Iterator[str]:
             )
 
 
-def beyond_the_plugin(job: Job) -> Iterator[Fault]:
-    """Yield what NCCL's plugin can't do of a valid job: repair, and shadow ids for which it has no room."""
-    if job.collective == "nccl" and not job.lossless:
+def beyond_the_collective(job: Job) -> Iterator[Fault]:
+    """Yield what a valid job's collective can't do: repair, or as many channels, boundaries or shadow ids."""
+    yield from reduction_faults(job.collective, job.channels, job.tree_bytes, lossless=job.lossless)
+    if job.collective == "tree" and len(job.dp_groups) > TREE_GROUPS_MAX:
         yield Fault(
-            ("lossless",),
-            "false is for collective: ring, where ranks send lost copies again; with collective: nccl, the "
-            "network must be lossless (PFC), or use copies by hosts (copies: host)",
+            ("collective",),
+            f"tree is for up to {TREE_GROUPS_MAX:,} DP groups, which have four boundaries each, and this job "
+            f"has {len(job.dp_groups):,}: use collective: ring",
         )
     for index, first in enumerate(first_shadow_ids(job) if job.collective == "nccl" else ()):
         last = first + job.shards(index) - 1
@@ -302,6 +305,27 @@ def beyond_the_plugin(job: Job) -> Iterator[Fault]:
                 f"has shadow ids {first} to {last}, after those of other groups between the same addresses; "
                 f"with collective: nccl they end at {NCCL_SHADOW_IDS - 1}: list fewer shadow_nodes for each",
             )
+
+
+def reduction_faults(
+    collective: Collective, channels: int, tree_bytes: int | None, *, lossless: bool
+) -> Iterator[Fault]:
+    """Yield what a collective can't do, of the keys that job files and files of labs have."""
+    if collective != "ring" and not lossless:
+        yield Fault(
+            ("lossless",),
+            "false is for collective: ring, where ranks send lost copies again; with collective: "
+            f"{collective}, the network must be lossless (PFC), or use copies by hosts (copies: host)",
+        )
+    if collective != "tree" and tree_bytes is not None:
+        yield Fault(("tree_bytes",), f"is for collective: tree, and this is {collective}: remove it")
+    most = CHANNELS_MAX // 2
+    if collective == "tree" and channels > most:
+        yield Fault(
+            ("channels",),
+            f"is {channels}; with collective: tree, the trees have as many channels beside the ring's, "
+            f"and both together {CHANNELS_MAX} at most: 1 to {most}",
+        )
 
 
 def _is_number(value: object, most: int) -> bool:

@@ -179,7 +179,7 @@ def read_set(files: Sequence[Path], read: ReadYaml | None = None, granted: Grant
             *placing.located_faults(checks.within_job(source.raw)),
         ]
         if job is not None and not wrong:
-            wrong = list(checks.beyond_the_plugin(job))
+            wrong = list(checks.beyond_the_collective(job))
         wrong = list(dict.fromkeys(wrong))
         if job is None and not wrong:
             wrong = structural  # a file is a job, or has a fault

@@ -85,8 +85,8 @@ def _served(job: Job) -> Iterator[Extent]:
 
 def too_many_streams(job: Job, granted: Granted) -> Iterator[Fault]:
     """Yield a fault if a valid job has more streams than its grant. Counts them without making them."""
-    shards = sum(job.shards(index) for index in job.groups)
-    streams, most = 2 * shards * job.channels * job.replicas, granted.grants[job.job].streams
+    of_groups = (job.shards(index) * job.stream_channels(index) for index in job.groups)
+    streams, most = 2 * sum(of_groups) * job.replicas, granted.grants[job.job].streams
     if streams > most:
         where = granted.at(("grants", job.job, "streams"))
         yield Fault(

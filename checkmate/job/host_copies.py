@@ -112,7 +112,10 @@ def read(raw: Any) -> tuple[Job | None, list[Fault]]:
 _WAYS: Final = ("switch", "host")
 
 _OF_SWITCHES: Final = frozenset(
-    ("fabric", "tag", "collective", "channels", "lossless", "hosts", "gpus_per_host", "dp_groups", "nics")
+    (
+        *("fabric", "tag", "collective", "tree_bytes", "channels", "lossless", "hosts", "gpus_per_host"),
+        *("dp_groups", "nics"),
+    )
 )
 """Keys of jobs with copies by switches alone."""
 _FOREIGN: Final = "is for copies by switch (copies: switch): remove it, because hosts send copies themselves"

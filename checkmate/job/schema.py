@@ -51,6 +51,7 @@ from checkmate.job.fields import (
 )
 from checkmate.job.tofino import chips
 from checkmate.wire import tag as wire
+from checkmate.wire.tree import MIN_RANKS, TREE_BYTES_MAX
 
 JOB_VARIABLE: Final = "CHECKMATE_JOB"
 """The environment variable with the path of a script's job file, and of that of commands by default."""
@@ -307,7 +308,9 @@ class Job(Frozen):
     fabric: Fabric
     tag: TagSettings = TagSettings()
     collective: Collective = "ring"
-    """What reduces gradients: Checkmate's own ring, or NCCL with Checkmate's plugin."""
+    """What reduces gradients: Checkmate's own ring, with trees for small buckets or without, or NCCL."""
+    tree_bytes: Annotated[int, whole(0, TREE_BYTES_MAX)] | None = None
+    """Size of the largest buckets that go over the trees, if there are any."""
     channels: Annotated[int, whole(1, wire.CHANNELS_MAX)] = 1
     lossless: Flag = True
     """Whether no copy is lost between switches and shadow nodes (PFC); else ranks send lost ones again."""
@@ -360,6 +363,14 @@ class Job(Frozen):
             hosts = frozenset(rank.host for rank in group.ranks)
             by_hosts.setdefault(index if None in hosts else hosts, []).append(index)
         return list(by_hosts.values())
+
+    def has_trees(self, group: int) -> bool:
+        """Return whether a DP group has trees beside its ring."""
+        return self.collective == "tree" and len(self.dp_groups[group].ranks) >= MIN_RANKS
+
+    def stream_channels(self, group: int) -> int:
+        """Return the number of channels that a DP group's streams have: of its ring, and of its trees."""
+        return self.channels * (2 if self.has_trees(group) else 1)
 
     def shadow_list(self, group: int) -> tuple[int, ...]:
         """Return the ids of the shadow nodes that hold a DP group's shards, in the order of shards."""

@@ -188,7 +188,7 @@ def _head(start: JobStart, file: str) -> Iterator[str]:
     yield f"#   checkmate validate {file}"
     yield ""
     yield f"job: {start.job}"
-    yield f"collective: {start.collective}   # reduces gradients: ring (Checkmate's own), or nccl on GPUs"
+    yield f"collective: {start.collective}   # reduces gradients: ring or tree (Checkmate's own), or nccl"
     yield "copies: switch   # gradients; with host, ranks send them (`checkmate init --copies host`)"
     yield f"channels: {start.channels}   # of the ring, 1 to 8; each has streams of its own"
     yield f"replicas: {start.replicas}   # shadow nodes that hold each shard"
@@ -208,7 +208,7 @@ def _ranks(start: JobStart) -> Iterator[str]:
 def _mesh(start: JobStart) -> Iterator[str]:
     ranks = len(start.ranks) * start.gpus_per_host
     yield "# Each host has the ranks of one replica, sharded by FSDP2. Other meshes: `checkmate docs job`."
-    if start.collective == "ring":
+    if start.collective != "nccl":
         yield f"# Plain DDP over all ranks has `mesh: {{dp_replicate: {ranks}}}` instead."
     yield f"mesh: {{dp_replicate: {len(start.ranks)}, dp_shard: {start.gpus_per_host}}}"
     yield f"gpus_per_host: {start.gpus_per_host}"

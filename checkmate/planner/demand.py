@@ -19,7 +19,7 @@ from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.shadow.receive.hold_plans import SETS
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
-from checkmate.wire.schedule import RING_SLICING
+from checkmate.wire.schedule import RING_SLICING, Slicing
 from checkmate.wire.shares import WHOLE, Share
 
 
@@ -136,7 +136,7 @@ class Demand:
     def layouts(self) -> tuple[Layout, ...]:
         """Each DP group's layout."""
         return tuple(
-            layout_of(model, self.job.shards(group), self.job.collective, self.share_of(group))
+            layout_of(model, self.job.shards(group), _slicing(self.job, group), self.share_of(group))
             for group, model in enumerate(self.models)
         )
 
@@ -231,7 +231,8 @@ class Demand:
         for stream in streams:
             for round_, nbytes in enumerate(self._rounds(stream)):
                 if nbytes:
-                    sending[round_].add((stream.boundary.source.ip, stream.channel))
+                    # A channel of the trees has the part of the line of the ring's channel with its number.
+                    sending[round_].add((stream.boundary.source.ip, stream.channel % self.job.channels))
         channel = self.link_bits_per_s / self.job.channels
         return tuple(len(channels) * channel for channels in sending)
 
@@ -258,10 +259,14 @@ def socket_bytes(streams: int, receive_buffer: int) -> int:
     return 2 * receive_buffer * streams
 
 
+def _slicing(job: Job, group: int) -> Slicing:
+    """Return how a DP group's collective cuts buckets. Versions of NCCL differ by some KiB in a stream."""
+    return NcclSlicing() if job.collective == "nccl" else boundaries.slicing(job, group)
+
+
 @lru_cache(maxsize=256)
-def layout_of(model: Model, shards: int, collective: str = "ring", share: Share = WHOLE) -> Layout:
-    """Return the layout of a model in training. Versions of NCCL differ by some KiB in a stream."""
-    slicing = NcclSlicing() if collective == "nccl" else RING_SLICING
+def layout_of(model: Model, shards: int, slicing: Slicing = RING_SLICING, share: Share = WHOLE) -> Layout:
+    """Return the layout of a model in training."""
     return make_layout(model.parameters, shards, slicing=slicing, share=share)
 
 

@@ -78,7 +78,7 @@ def trainer_settings(job: Job, now: Present = present) -> list[Setting]:
     ranks = [rank for group in job.dp_groups for rank in group.ranks]
     settings: list[Setting] = []
     ports: list[int] = []
-    if job.collective == "ring":
+    if job.collective != "nccl":
         room = "the ring's buffers, for ranks without CAP_NET_ADMIN"
         for key in ("net.core.rmem_max", "net.core.wmem_max"):
             settings.append(_at_least(key, [ring_sockets.BUFFER_BYTES], room, now))
@@ -86,6 +86,8 @@ def trainer_settings(job: Job, now: Present = present) -> list[Setting]:
         for number in range(most):
             first = ring_sockets.RING_PORT + CHANNELS_MAX * number
             ports += range(first, first + job.channels)
+        if job.collective == "tree":
+            ports += range(ring_sockets.TREE_PORT, ring_sockets.TREE_PORT + ring_sockets.TREE_PORTS * most)
         if not job.lossless:
             ports += range(ring_sockets.REPAIR_PORT, ring_sockets.REPAIR_PORT + most)
         if most > 1:

@@ -1,7 +1,7 @@
-"""Accepts the connections of the previous rank, on all channels at once, whoever else connects.
+"""Accepts the connections that a rank expects, on all of its ports at once, whoever else connects.
 
-A thread reads all greetings concurrently. Only the previous rank's address is listened to, and each
-connection from it has two seconds to prove that it has the ring's key.
+A thread reads all greetings concurrently. Each port listens to one rank's address, and a connection from it
+has two seconds to prove that it has the ring's key.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class _Arrival:
 
     sock: socket.socket
     channel: int
+    ip: str
     until: float
     data: bytearray = field(default_factory=bytearray)
     proof: ConnectionProof | None = None
@@ -48,15 +49,19 @@ class _Arrival:
 
 
 class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
-    """Accepts one connection per listener from the previous rank. It is a context manager."""
+    """Accepts one connection per listener, from one rank. It is a context manager."""
 
     def __init__(
-        self, listeners: Sequence[socket.socket], expected: Sequence[Greeting], peer_ip: str, key: bytes
+        self,
+        listeners: Sequence[socket.socket],
+        expected: Sequence[Greeting],
+        peer_ips: Sequence[str],
+        key: bytes,
     ) -> None:
-        """Start. `expected`: the previous rank's greeting on each channel; `peer_ip`: its address."""
+        """Start. `expected` and `peer_ips`: the greeting and the address of each listener's rank."""
         self._listeners = listeners
         self._expected = expected
-        self._peer_ip = peer_ip
+        self._peer_ips = peer_ips
         self._key = key
         self._arrivals: list[_Arrival] = []
         self._connections: dict[int, socket.socket] = {}
@@ -99,7 +104,7 @@ class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
             now = time.monotonic()
             for late in [arrival for arrival in self._arrivals if arrival.until <= now]:
                 amount = f"only {counted(len(late.data), 'byte')}" if late.data else "nothing"
-                self._drop(late, f"{self._peer_ip} connected, but sent {amount} in {GREETING_SECONDS:g} s")
+                self._drop(late, f"{late.ip} connected, but sent {amount} in {GREETING_SECONDS:g} s")
             soonest = min((arrival.until - now for arrival in self._arrivals), default=_LOOK_SECONDS)
             for event, _ in self._selector.select(min(soonest, _LOOK_SECONDS)):
                 if isinstance(event.data, int):
@@ -120,14 +125,16 @@ class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
                 self._drop(self._arrivals[0], self._strangers[channel])
             self._closing.wait(_LOOK_SECONDS)
             return
-        if address[0] != self._peer_ip:
+        peer_ip = self._peer_ips[channel]
+        if address[0] != peer_ip:
             sock.close()
-            self._strangers[channel] = f"{address[0]} connected, but it has {self._peer_ip}"
+            self._strangers[channel] = f"{address[0]} connected, but it has {peer_ip}"
             return
         if len(self._arrivals) >= MAX_STRANGERS:
-            self._drop(self._arrivals[0], f"{MAX_STRANGERS} connections from {self._peer_ip} sent nothing")
+            oldest = self._arrivals[0]
+            self._drop(oldest, f"{MAX_STRANGERS} connections from {oldest.ip} sent nothing")
         sock.setblocking(False)
-        arrival = _Arrival(sock, channel, time.monotonic() + GREETING_SECONDS)
+        arrival = _Arrival(sock, channel, peer_ip, time.monotonic() + GREETING_SECONDS)
         self._arrivals.append(arrival)
         self._selector.register(sock, selectors.EVENT_READ, arrival)
 
@@ -138,7 +145,7 @@ class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
         except BlockingIOError:
             return False
         except OSError as error:
-            self._drop(arrival, f"{self._peer_ip} connected, but sent no greeting ({error.strerror})")
+            self._drop(arrival, f"{arrival.ip} connected, but sent no greeting ({error.strerror})")
             return False
         arrival.data += data
         try:
@@ -146,7 +153,7 @@ class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
         except OSError as error:
             fault = f"connected, but took no answer ({error.strerror})"
         if fault:
-            self._drop(arrival, f"{self._peer_ip} {fault}")
+            self._drop(arrival, f"{arrival.ip} {fault}")
             return False
         return arrival.proof is not None and not arrival.lacks
 

@@ -1,4 +1,4 @@
-"""The ring's TCP connections: each rank connects to the next one, once per channel.
+"""TCP connections between ranks: in a ring, each rank connects to the next one, once per channel.
 
 A connection carries data in one direction. It begins with an untagged greeting that identifies the ring, and
 with proofs that both sides have its key (`greetings`). So strangers, and ranks with another configuration or
@@ -14,13 +14,14 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Self
 
 from checkmate.keys.macs import NONCE_BYTES, ConnectionProof, ConnectionSide, new_nonce
 from checkmate.ring import greetings
 from checkmate.ring.accepting import Acceptor
 from checkmate.ring.place import RingError, RingPlace, RingTimeout
 from checkmate.tagger import TaggedSocket, Tagger
-from checkmate.tagger.sockets import Chunk
+from checkmate.tagger.sockets import Chunk, send_now
 from checkmate.wire import tcp
 from checkmate.wire.ring_sockets import BUFFER_BYTES
 
@@ -52,14 +53,32 @@ class PlainSocket:
         """Send a chunk's next bytes."""
         self.socket.sendall(piece)
 
+    def write_now(self, piece: memoryview | bytes) -> int:
+        """Send as many of a chunk's next bytes as the kernel takes at once, and return their number."""
+        return send_now(self.socket, piece)
 
-class Ring(contextlib.AbstractContextManager["Ring"]):
-    """A rank's connections: `senders` to the next rank and `receivers` from the one before, by channel."""
+
+Sender = TaggedSocket | PlainSocket
+
+
+class Hop(NamedTuple):
+    """A connection to or from another rank, which carries data one way."""
+
+    peer: int
+    """The rank at the other end."""
+    port: int
+    """The number of the port after the first one of the rank that accepts; ends tell it each other."""
+    channel: int | None = None
+    """The channel in tags; `None` if it carries none."""
+
+
+class Connections:
+    """A rank's connections: `senders` to other ranks, and `receivers` from them. It is a context manager."""
 
     def __init__(
         self,
         place: RingPlace,
-        senders: Sequence[TaggedSocket | PlainSocket],
+        senders: Sequence[Sender],
         receivers: Sequence[socket.socket],
         tagger: Tagger | None = None,
     ) -> None:
@@ -69,6 +88,48 @@ class Ring(contextlib.AbstractContextManager["Ring"]):
         self.receivers = receivers
         # A weak reference, because handlers can't be unregistered.
         os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
+
+    def drain(self, timeout: float) -> None:
+        """Wait until the other ranks have acknowledged all; raise `TimeoutError` after `timeout` seconds."""
+        for sender in self.senders:
+            tcp.drain(sender.socket, timeout)
+
+    def retransmitted(self) -> int:
+        """Return the number of segments sent again, on all connections."""
+        return sum(tcp.retransmitted(sender.socket) for sender in self.senders)
+
+    def abort(self) -> None:
+        """Break all connections, to wake threads that are blocked on them."""
+        for sock in self._sockets():
+            with contextlib.suppress(OSError):  # it is broken already
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for sock in self._sockets():
+            sock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _sockets(self) -> list[socket.socket]:
+        return [*(sender.socket for sender in self.senders), *self.receivers]
+
+
+def _close_in_child(connections: weakref.ref[Connections]) -> None:
+    """Close the connections in a forked child, such as a DataLoader worker.
+
+    Otherwise other ranks would wait for a dead parent whose connections its child keeps open.
+    """
+    if (here := connections()) is not None:
+        here.close()
+
+
+class Ring(Connections):
+    """A rank's connections in a ring: to the next rank and from the one before, by channel."""
 
     def barrier(self) -> None:
         """Wait until all ranks have called it: an untagged token circulates twice on channel 0."""
@@ -86,41 +147,6 @@ class Ring(contextlib.AbstractContextManager["Ring"]):
         except OSError as error:
             raise RingError(f"{self.place.own_name}: barrier: {error}") from error
 
-    def drain(self, timeout: float) -> None:
-        """Wait until the next rank has acknowledged all; raise `TimeoutError` after `timeout` seconds."""
-        for sender in self.senders:
-            tcp.drain(sender.socket, timeout)
-
-    def retransmitted(self) -> int:
-        """Return the number of segments sent again, on all channels."""
-        return sum(tcp.retransmitted(sender.socket) for sender in self.senders)
-
-    def abort(self) -> None:
-        """Break all connections, to wake threads that are blocked on them."""
-        for sock in self._sockets():
-            with contextlib.suppress(OSError):  # it is broken already
-                sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close all connections."""
-        for sock in self._sockets():
-            sock.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _sockets(self) -> list[socket.socket]:
-        return [*(sender.socket for sender in self.senders), *self.receivers]
-
-
-def _close_in_child(ring: weakref.ref[Ring]) -> None:
-    """Close the ring in a forked child, such as a DataLoader worker.
-
-    Otherwise other ranks would wait for a dead parent whose connections its child keeps open.
-    """
-    if (here := ring()) is not None:
-        here.close()
-
 
 def connect_ring(place: RingPlace, tagger: Tagger | None = None, timeout: float = 30) -> Ring:
     """Connect to the next rank and wait for the previous one, on every channel.
@@ -135,35 +161,55 @@ def connect_ring(place: RingPlace, tagger: Tagger | None = None, timeout: float 
     """
     if place.ranks < 2:
         raise RingError(f"a ring needs at least 2 ranks, not {place.ranks}")
+    following = (place.rank + 1) % place.ranks
+    outgoing = [Hop(following, channel, channel) for channel in range(place.channels)]
+    incoming = [Hop(place.previous, channel) for channel in range(place.channels)]
+    return Ring(place, *connect(place, outgoing, incoming, tagger, timeout), tagger)
+
+
+def connect(
+    place: RingPlace, outgoing: Sequence[Hop], incoming: Sequence[Hop], tagger: Tagger | None, timeout: float
+) -> tuple[list[Sender], list[socket.socket]]:
+    """Connect to other ranks and wait for others, which begin at about the same time.
+
+    Args:
+        place: This rank's place.
+        outgoing: The connections that this rank makes.
+        incoming: Those that it accepts, each on its own port.
+        tagger: Tags segments of outgoing connections that have a channel.
+        timeout: Seconds within which all ranks must start, in any order.
+
+    Raises:
+        RingError: A rank is missing or has another configuration.
+    """
     deadline = time.monotonic() + timeout
-    channels = range(place.channels)
-    expected = [place.greeting(place.previous, channel) for channel in channels]
+    expected = [place.greeting(hop.peer, hop.port) for hop in incoming]
     with contextlib.ExitStack() as starting, contextlib.ExitStack() as undo:
-        listeners = [starting.enter_context(_listen(place, channel)) for channel in channels]
-        peer_ip = place.ips[place.previous]
-        acceptor = starting.enter_context(Acceptor(listeners, expected, peer_ip, place.key))
-        senders = []
-        for channel in channels:
+        listeners = [starting.enter_context(_listen(place, hop.port)) for hop in incoming]
+        peer_ips = [place.ips[hop.peer] for hop in incoming]
+        acceptor = starting.enter_context(Acceptor(listeners, expected, peer_ips, place.key))
+        senders: list[Sender] = []
+        for hop in outgoing:
             try:
-                senders.append(_connect(place, channel, tagger, deadline))
+                senders.append(_connect(place, hop, tagger, deadline))
             except RingError as error:
-                strangers = acceptor.strangers(channel)
+                strangers = "; ".join(filter(None, map(acceptor.strangers, range(len(incoming)))))
                 raise type(error)(f"{error}{strangers and f'; meanwhile {strangers}'}") from error
             undo.callback(senders[-1].socket.close)
         receivers = []
-        for channel in channels:
-            connection = acceptor.wait(channel, deadline)
+        for number, hop in enumerate(incoming):
+            connection = acceptor.wait(number, deadline)
             if isinstance(connection, str):
-                subject = f"{place.own_name} timed out waiting for {place.name(place.previous)}"
-                raise RingTimeout(f"{subject} on channel {channel}: {connection}")
+                subject = f"{place.own_name} timed out waiting for {place.name(hop.peer)}"
+                raise RingTimeout(f"{subject} on channel {hop.port}: {connection}")
             receivers.append(connection)
             undo.callback(connection.close)
         undo.pop_all()
-    return Ring(place, senders, receivers, tagger)
+    return senders, receivers
 
 
-def _listen(place: RingPlace, channel: int) -> socket.socket:
-    address = place.address(place.rank, channel)
+def _listen(place: RingPlace, port: int) -> socket.socket:
+    address = place.address(place.rank, port)
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -179,12 +225,10 @@ def _listen(place: RingPlace, channel: int) -> socket.socket:
     return listener
 
 
-def _connect(
-    place: RingPlace, channel: int, tagger: Tagger | None, deadline: float
-) -> TaggedSocket | PlainSocket:
-    """Connect to the next rank, and greet it; retry until it listens and answers."""
-    peer = (place.rank + 1) % place.ranks
-    address = place.address(peer, channel)
+def _connect(place: RingPlace, hop: Hop, tagger: Tagger | None, deadline: float) -> Sender:
+    """Connect to another rank, and greet it; retry until it listens and answers."""
+    peer = hop.peer
+    address = place.address(peer, hop.port)
     pause = _FIRST_RETRY_SECONDS
     while True:
         sock = socket.socket()
@@ -194,13 +238,13 @@ def _connect(
             _enlarge(sock, socket.SO_SNDBUF, tcp.SO_SNDBUFFORCE)
             _keep_to(place.device, sock)
             sock.bind((place.ips[place.rank], 0))
-            sender: TaggedSocket | PlainSocket = PlainSocket(sock)
-            if tagger is not None:
-                sender = TaggedSocket(tagger, sock, channel, place.incarnation, place.dscp_bit)
+            sender: Sender = PlainSocket(sock)
+            if tagger is not None and hop.channel is not None:
+                sender = TaggedSocket(tagger, sock, hop.channel, place.incarnation, place.dscp_bit)
             sock.settimeout(max(deadline - time.monotonic(), _RETRY_SECONDS))
             sock.connect(address)
             doing = "join"
-            _greet(place, channel, sender, deadline)
+            _greet(place, hop.port, sender, deadline)
             sock.settimeout(None)
             return sender
         except OSError as error:
@@ -217,9 +261,9 @@ def _connect(
             raise
 
 
-def _greet(place: RingPlace, channel: int, sender: TaggedSocket | PlainSocket, deadline: float) -> None:
-    """Greet the next rank, and check and send proofs. Raise `ConnectionError` if it is not the next rank."""
-    sock, greeting, nonce = sender.socket, place.greeting(place.rank, channel).pack(), new_nonce()
+def _greet(place: RingPlace, port: int, sender: Sender, deadline: float) -> None:
+    """Greet another rank, and check and send proofs. Raise `ConnectionError` if it is not that rank."""
+    sock, greeting, nonce = sender.socket, place.greeting(place.rank, port).pack(), new_nonce()
     now = time.monotonic()
     until = now + max(min(deadline - now, _ANSWER_SECONDS), _RETRY_SECONDS)
     sock.settimeout(until - now)

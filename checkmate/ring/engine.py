@@ -1,20 +1,22 @@
-"""Moves the bytes of buckets around the ring: each channel has one thread to send, one to receive and reduce.
+"""Reduces buckets over connections of ranks: what all collectives have in common, and the ring's.
 
-A single thread with blocking sockets would deadlock when a chunk is larger than both socket buffers.
+In the ring each channel has one thread to send, and one to receive and reduce. A single thread with blocking
+sockets would deadlock when a chunk is larger than both socket buffers.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from checkmate.base.wording import counted
-from checkmate.ring.connections import Ring, receive_into
+from checkmate.ring.connections import Connections, Ring, receive_into
 from checkmate.ring.place import RingError
 from checkmate.ring.steps import Arrival, Position, RingSteps
 from checkmate.wire.schedule import Bucket
@@ -25,8 +27,16 @@ OnTagged = Callable[[int, int, memoryview], None]
 """Called with (channel, shadow id, bytes) before tagged bytes are sent, in the channel's own thread."""
 
 
-class Engine:
-    """Executes the steps of the same buckets repeatedly, in order of index.
+class Worker(NamedTuple):
+    """The work of one of an engine's threads."""
+
+    name: str
+    work: Callable[[int], None]
+    channel: int
+
+
+class Engine(ABC):
+    """Reduces the same buckets repeatedly, in order of index.
 
     `on_done(index)` is called when all of a bucket is received, and all that has to be sent is passed to the
     kernel, so that the bucket may be overwritten. `on_error(error)` is called at most once, if the ring
@@ -35,44 +45,27 @@ class Engine:
 
     def __init__(
         self,
-        ring: Ring,
-        buckets: Sequence[SomeBucket],
-        steps_of: Callable[[SomeBucket, Position, int], RingSteps],
-        slice_bytes: int,
+        connections: Connections,
+        buckets: Sequence[Bucket],
         on_done: Callable[[int], None],
         on_error: Callable[[RingError], None],
         *,
         divisor: int,
     ) -> None:
-        place = ring.place
-        channels = range(place.channels)
-        self._ring = ring
-        self._buckets: Sequence[Bucket] = buckets
-        self._slice_bytes = slice_bytes
+        self._connections = connections
+        self._buckets = buckets
         self._on_done = on_done
         self._on_error = on_error
         self._on_tagged: OnTagged | None = None
         self._divisor = divisor
-        self._steps = [
-            [
-                steps_of(bucket, Position(place.rank, place.ranks, channel, place.channels), slice_bytes)
-                for bucket in buckets
-            ]
-            for channel in channels
-        ]
-        self._chunks = [
-            [(step.chunk, step.shadow_id) for steps in by_bucket for step in steps.sends if step.chunk]
-            for by_bucket in self._steps
-        ]
         self._tensors: Sequence[torch.Tensor] = ()
         self._views: list[memoryview] = []
         self._lock = threading.Lock()
         self._error: RingError | None = None
         self._finished = 0
-        self._at_work = 2 * place.channels
-        self._busy_threads = [self._at_work] * len(buckets)  # threads still at work on the bucket
+        self._at_work = 0
+        self._busy_threads: list[int] = []  # threads still at work on the bucket
         self._submitted = Watermark()
-        self._arrivals = [Watermark() for _ in channels]
         self._threads: list[threading.Thread] = []
 
     def bind(self, tensors: Sequence[torch.Tensor], on_tagged: OnTagged | None = None) -> None:
@@ -100,12 +93,13 @@ class Engine:
         if self._submitted.value - self._finished == len(self._buckets):
             raise ValueError(f"bucket {index} submitted again before it was done")
         self._submitted.advance()
+        self._wake()
 
     def close(self) -> None:
-        """End the threads. If buckets are in progress, this breaks the ring."""
+        """End the threads. If buckets are in progress, this breaks the connections."""
         with self._lock:
             unfinished = self._submitted.value - self._finished
-        closed = f"{self._ring.place.own_name}: closed"
+        closed = f"{self._connections.place.own_name}: closed"
         if unfinished:
             self._fail(RingError(f"{closed} with {counted(unfinished, 'bucket')} in progress"))
         self._error = self._error or RingError(closed)
@@ -113,76 +107,35 @@ class Engine:
         for thread in self._threads:
             thread.join()
 
+    @abstractmethod
+    def _workers(self) -> Iterator[Worker]:
+        """Yield the work of each thread, which ends once `_submitted` has ended."""
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """Wake threads that wait for more than `_submitted`, if it has grown or ended."""
+
     def _start(self) -> None:
-        for channel in range(self._ring.place.channels):
-            for word, work in (("send", self._send), ("receive", self._receive)):
-                name = f"ring {word} {channel}"
-                # A daemon, so that a script can end without `close`.
-                self._threads.append(
-                    threading.Thread(target=self._run, args=(work, channel), name=name, daemon=True)
-                )
+        for worker in self._workers():
+            # A daemon, so that a script can end without `close`.
+            self._threads.append(
+                threading.Thread(target=self._run, args=(worker,), name=worker.name, daemon=True)
+            )
+        self._at_work = len(self._threads)
+        self._busy_threads = [self._at_work] * len(self._buckets)
         for thread in self._threads:
             thread.start()
 
-    def _run(self, work: Callable[[int], None], channel: int) -> None:
+    def _run(self, worker: Worker) -> None:
         try:
-            work(channel)
+            worker.work(worker.channel)
         except RingError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - otherwise others would wait for this thread for ever
-            cause = f"{self._ring.place.own_name}, channel {channel}: {type(error).__name__}: {error}"
-            broken = RingError(cause)
+            place = f"{self._connections.place.own_name}, channel {worker.channel}"
+            broken = RingError(f"{place}: {type(error).__name__}: {error}")
             broken.__cause__ = error
             self._fail(broken)
-
-    def _send(self, channel: int) -> None:
-        sender = self._ring.senders[channel]
-        arrivals = self._arrivals[channel]
-        before = 0  # receives of earlier buckets
-        for number in itertools.count():
-            if not self._submitted.wait_for(number + 1):
-                return
-            index = number % len(self._buckets)
-            steps, view = self._steps[channel][index], self._views[index]
-            if index == 0:
-                sender.plan(self._chunks[channel])
-            for step in steps.sends:
-                if not arrivals.wait_for(before + step.after):
-                    return
-                piece = view[step.start : step.stop]
-                try:
-                    if step.chunk:
-                        sender.begin_chunk(step.chunk, step.shadow_id)
-                    if step.shadow_id is not None and self._on_tagged is not None:
-                        self._on_tagged(channel, step.shadow_id, piece)
-                    sender.write(piece)
-                except OSError as error:
-                    raise self._broken(channel, "to", 1, error) from error
-            before += len(steps.receives)
-            self._finish(index)
-
-    def _receive(self, channel: int) -> None:
-        receive = self._ring.receivers[channel].recv_into
-        arrivals = self._arrivals[channel]
-        scratch = torch.empty(self._slice_bytes, dtype=torch.uint8)
-        scratch_view = byte_view(scratch)
-        for number in itertools.count():
-            if not self._submitted.wait_for(number + 1):
-                return
-            index = number % len(self._buckets)
-            view, reduce = self._views[index], partial(self._reduce, self._tensors[index], scratch)
-            for step in self._steps[channel][index].receives:
-                try:
-                    if step.arrival is Arrival.KEEP:
-                        receive_into(receive, view[step.start : step.stop])
-                    else:
-                        receive_into(receive, scratch_view[: step.stop - step.start])
-                except OSError as error:
-                    raise self._broken(channel, "from", -1, error) from error
-                if step.arrival is not Arrival.KEEP:
-                    reduce(step.start, step.stop, step.arrival)
-                arrivals.advance()
-            self._finish(index)
 
     def _reduce(
         self, tensor: torch.Tensor, scratch: torch.Tensor, start: int, stop: int, arrival: Arrival
@@ -212,19 +165,112 @@ class Engine:
             if is_first:
                 self._error = error
         if is_first:
-            self._ring.abort()  # wakes blocked threads, here and at the other ranks
+            self._connections.abort()  # wakes blocked threads, here and at the other ranks
             self._end()
             self._on_error(error)
 
     def _end(self) -> None:
-        for count in (self._submitted, *self._arrivals):
-            count.end()
+        self._submitted.end()
+        self._wake()
 
-    def _broken(self, channel: int, way: str, offset: int, error: OSError) -> RingError:
-        place = self._ring.place
-        peer = (place.rank + offset) % place.ranks
+    def _broken(self, channel: int, way: str, peer: int, error: OSError) -> RingError:
+        place = self._connections.place
         subject = f"{place.own_name}, channel {channel}, {way} {place.name(peer)}"
         return RingError(f"{subject}: {error.strerror or error}")
+
+
+class RingEngine(Engine):
+    """Executes the steps of buckets around a ring."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        buckets: Sequence[SomeBucket],
+        steps_of: Callable[[SomeBucket, Position, int], RingSteps],
+        slice_bytes: int,
+        on_done: Callable[[int], None],
+        on_error: Callable[[RingError], None],
+        *,
+        divisor: int,
+    ) -> None:
+        super().__init__(ring, buckets, on_done, on_error, divisor=divisor)
+        place = ring.place
+        channels = range(place.channels)
+        self._slice_bytes = slice_bytes
+        self._steps = [
+            [
+                steps_of(bucket, Position(place.rank, place.ranks, channel, place.channels), slice_bytes)
+                for bucket in buckets
+            ]
+            for channel in channels
+        ]
+        self._chunks = [
+            [(step.chunk, step.shadow_id) for steps in by_bucket for step in steps.sends if step.chunk]
+            for by_bucket in self._steps
+        ]
+        self._arrivals = [Watermark() for _ in channels]
+
+    def _workers(self) -> Iterator[Worker]:
+        for channel in range(self._connections.place.channels):
+            yield Worker(f"ring send {channel}", self._send, channel)
+            yield Worker(f"ring receive {channel}", self._receive, channel)
+
+    def _send(self, channel: int) -> None:
+        sender = self._connections.senders[channel]
+        arrivals = self._arrivals[channel]
+        before = 0  # receives of earlier buckets
+        for number in itertools.count():
+            if not self._submitted.wait_for(number + 1):
+                return
+            index = number % len(self._buckets)
+            steps, view = self._steps[channel][index], self._views[index]
+            if index == 0:
+                sender.plan(self._chunks[channel])
+            for step in steps.sends:
+                if not arrivals.wait_for(before + step.after):
+                    return
+                piece = view[step.start : step.stop]
+                try:
+                    if step.chunk:
+                        sender.begin_chunk(step.chunk, step.shadow_id)
+                    if step.shadow_id is not None and self._on_tagged is not None:
+                        self._on_tagged(channel, step.shadow_id, piece)
+                    sender.write(piece)
+                except OSError as error:
+                    place = self._connections.place
+                    raise self._broken(channel, "to", (place.rank + 1) % place.ranks, error) from error
+            before += len(steps.receives)
+            self._finish(index)
+
+    def _receive(self, channel: int) -> None:
+        receive = self._connections.receivers[channel].recv_into
+        arrivals = self._arrivals[channel]
+        scratch = torch.empty(self._slice_bytes, dtype=torch.uint8)
+        scratch_view = byte_view(scratch)
+        for number in itertools.count():
+            if not self._submitted.wait_for(number + 1):
+                return
+            index = number % len(self._buckets)
+            view, reduce = self._views[index], partial(self._reduce, self._tensors[index], scratch)
+            for step in self._steps[channel][index].receives:
+                try:
+                    if step.arrival is Arrival.KEEP:
+                        receive_into(receive, view[step.start : step.stop])
+                    else:
+                        receive_into(receive, scratch_view[: step.stop - step.start])
+                except OSError as error:
+                    previous = self._connections.place.previous
+                    raise self._broken(channel, "from", previous, error) from error
+                if step.arrival is not Arrival.KEEP:
+                    reduce(step.start, step.stop, step.arrival)
+                arrivals.advance()
+            self._finish(index)
+
+    def _wake(self) -> None:
+        """End waits for arrivals, once the engine has ended."""
+        if self._submitted.has_ended:
+            for arrivals in self._arrivals:
+                arrivals.end()
 
 
 class Watermark:
@@ -232,7 +278,7 @@ class Watermark:
 
     def __init__(self) -> None:
         self.value = 0
-        self._has_ended = False
+        self.has_ended = False
         self._growth = threading.Condition()
 
     def advance(self) -> None:
@@ -244,7 +290,7 @@ class Watermark:
     def end(self) -> None:
         """Wake all waiting threads: the number does not grow any more."""
         with self._growth:
-            self._has_ended = True
+            self.has_ended = True
             self._growth.notify_all()
 
     def wait_for(self, value: int) -> bool:
@@ -252,7 +298,7 @@ class Watermark:
         if self.value >= value:  # without the lock: it only grows
             return True
         with self._growth:
-            self._growth.wait_for(lambda: self._has_ended or self.value >= value)
+            self._growth.wait_for(lambda: self.has_ended or self.value >= value)
             return self.value >= value
 
 

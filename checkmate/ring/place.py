@@ -29,6 +29,13 @@ def repair_ports(job: Job, group: int) -> list[int]:
     return [ring_sockets.REPAIR_PORT + at[rank.rank] for rank in job.dp_groups[group].ranks]
 
 
+def tree_ports(job: Job, group: int) -> list[int]:
+    """Return the first of the ports that each rank of a DP group has for trees."""
+    at = _at_their_addresses(job)
+    ranks = job.dp_groups[group].ranks
+    return [ring_sockets.TREE_PORT + ring_sockets.TREE_PORTS * at[rank.rank] for rank in ranks]
+
+
 def host_ports(job: Job, ranks: Sequence[Rank]) -> list[int]:
     """Return the first of the two ports that each of these ranks has for the rings within its host."""
     at = _at_their_addresses(job)

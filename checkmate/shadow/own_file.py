@@ -15,7 +15,17 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.receive.hold_plans import hold_plans
 
 _MAY_CHANGE: Final = frozenset(
-    ("mesh", "dp_groups", "hosts", "gpus_per_host", "replicas", "fabric", "sending", "collective")
+    (
+        "mesh",
+        "dp_groups",
+        "hosts",
+        "gpus_per_host",
+        "replicas",
+        "fabric",
+        "sending",
+        "collective",
+        "tree_bytes",
+    )
 ) | {"min_replicas", "replacement_seconds"}
 """Fields of a job that a running node can see changed: ranks, and what it does not use itself."""
 

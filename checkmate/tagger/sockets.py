@@ -106,6 +106,17 @@ class TaggedSocket:
         self.socket.sendall(piece, 0 if self._chunk_left else socket.MSG_EOR)
         self.written_bytes += length
 
+    def write_now(self, piece: memoryview | bytes) -> int:
+        """Send as many of the chunk's next bytes as the kernel takes at once, and return their number."""
+        length = len(piece)
+        if length > self._chunk_left:
+            raise TaggerError(f"{length} bytes exceed the {self._chunk_left} bytes left of the chunk")
+        # The kernel notes the end only once it has taken all.
+        count = send_now(self.socket, piece, 0 if self._chunk_left > length else socket.MSG_EOR)
+        self._chunk_left -= count
+        self.written_bytes += count
+        return count
+
     def send_again(self, data: memoryview | bytes, channel: int, shadow_id: int, position: int) -> None:
         """Send bytes that another connection has sent, tagged with their position in that stream (64 bits).
 
@@ -222,3 +233,11 @@ class TaggedSocket:
             self._acknowledged[shadow_id] = stop
             self._ends.popleft()
             self._state.head = (self._state.head + 1) % tag.MODULUS
+
+
+def send_now(sock: socket.socket, piece: memoryview | bytes, flags: int = 0) -> int:
+    """Send as many bytes as the kernel takes at once, and return their number, which may be 0."""
+    try:
+        return sock.send(piece, flags | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return 0

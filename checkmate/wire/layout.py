@@ -28,6 +28,8 @@ from checkmate.wire.parameter import (
 from checkmate.wire.parts import PartSlicing
 from checkmate.wire.schedule import RING_SLICING, Bucket, Slicing
 from checkmate.wire.shares import WHOLE, Share, owners
+from checkmate.wire.tree import KIND as TREE_KIND
+from checkmate.wire.tree import TreeSlicing
 
 BUCKET_BYTES: Final = 25 * 1024 * 1024
 """Size at which a bucket is closed, as in DDP (`bucket_cap_mb`)."""
@@ -157,13 +159,15 @@ def _slicing(document: Any) -> Slicing:
         return RING_SLICING
     if document == PartSlicing().describe():
         return PartSlicing()
-    if not isinstance(document, dict) or document.get("kind") != NCCL_KIND:
+    kinds: dict[str, type[NcclSlicing | TreeSlicing]] = {NCCL_KIND: NcclSlicing, TREE_KIND: TreeSlicing}
+    kind = kinds.get(str(document.get("kind"))) if isinstance(document, dict) else None
+    if kind is None:
         raise ValueError(f"its slicing is none that this version of Checkmate knows: {str(document)[:80]}")
     parameters = {name: value for name, value in document.items() if name != "kind"}
-    names = [field.name for field in fields(NcclSlicing)]
+    names = [field.name for field in fields(kind)]
     if sorted(parameters) != sorted(names) or not all(type(value) is int for value in parameters.values()):
         raise TypeError(f"the parameters of its slicing must be {', '.join(names)}, each a number")
-    return NcclSlicing(**parameters)
+    return kind(**parameters)
 
 
 def make_layout(

@@ -1,4 +1,4 @@
-"""Ports and buffers of the ring's TCP sockets, which hosts must have room for."""
+"""Ports and buffers of the TCP sockets of ring and trees, which hosts must have room for."""
 
 from __future__ import annotations
 
@@ -11,5 +11,9 @@ HOST_PORT: Final = 46000
 HOST_PORTS: Final = 2
 REPAIR_PORT: Final = 45000
 """The first port of repairs, of which each rank has one."""
+TREE_PORT: Final = 43000
+"""The first port of trees, of which each rank has `TREE_PORTS`."""
+TREE_PORTS: Final = 24
+"""On each of 4 channels and in both trees: one for the parent, and two for children."""
 BUFFER_BYTES: Final = 4 << 20
 """Of each connection's send and receive buffer: a few slices, as the next one is copied during sending."""

@@ -7,7 +7,7 @@ tag chunks, and shadow nodes to map each byte of a stream to its bucket.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -105,7 +105,7 @@ class StreamName(NamedTuple):
     shard: int
 
 
-class Slicing(Protocol):
+class Slicing(Hashable, Protocol):
     """The way in which an AllReduce cuts buckets. The layout has it, so that both sides cut alike."""
 
     def tagged_chunks(

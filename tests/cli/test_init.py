@@ -124,7 +124,7 @@ def test_several_gpus_per_host_are_a_mesh(tmp_path: Path) -> None:
         ),
         (["--ranks", "100", "--target", "tofino"], "and 66 more faults"),
         (["--replicas", "2"], "replicas: 2 replicas need as many shadow nodes"),
-        (["--collective", "gloo"], "--collective must be ring or nccl, not gloo"),
+        (["--collective", "gloo"], "--collective must be ring, tree or nccl, not gloo"),
         (["--target", "asic"], "--target must be softswitch, bmv2, tofino or tofino2, not asic"),
         (["--network", "10.0.0.0/24"], "--network must be an IPv4 network of /16 or larger"),
         (["--switch", "nowhere"], "must be host:port"),

@@ -68,7 +68,7 @@ def test_a_fault_in_the_fabric_file_is_placed_there(tmp_path: Path) -> None:
     ("change", "value", "path", "message"),
     [
         ("colour", 1, "colour", "unknown key"),
-        ("collective", "gloo", "collective", "must be 'ring' or 'nccl', not 'gloo'"),
+        ("collective", "gloo", "collective", "must be 'ring', 'tree' or 'nccl', not 'gloo'"),
         ("channels", 9, "channels", "must be from 1 to 8, not 9"),
         ("channels", "two", "channels", "must be a whole number from 1 to 8, not 'two'"),
         ("channels", 1.5, "channels", "must be a whole number from 1 to 8, not 1.5"),

@@ -72,7 +72,7 @@ def fault(file: Path) -> str:
         (
             (),
             "colour",
-            "unknown key; the keys here are job, copies, fabric, tag, collective, channels, lossless, ",
+            "unknown key; the keys here are job, copies, fabric, tag, collective, tree_bytes, channels, ",
         ),
         (("dp_groups", 0, "ranks", 0), "adresses", "unknown key; did you mean addresses?"),
         (("fabric", "switches", 0), "adress", "unknown key; did you mean address?"),

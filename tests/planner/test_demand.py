@@ -19,7 +19,7 @@ from checkmate.planner.demand import Demand, NodeDemand
 from checkmate.planner.models.named import Model, load_model
 from checkmate.planner.models.optimizers import NamedOptimizer, OptimizerError
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
-from checkmate.wire.schedule import stream_layout
+from checkmate.shadow.receive.hold_plans import hold_plans
 from testbed.copies import local_job
 from testbed.jobs import job
 from testbed.measured_node import train_with_node
@@ -61,15 +61,14 @@ def test_streams_are_as_long_as_shadow_nodes_expect(jobs: list[Job], sizes: list
     (demo_job,) = jobs
     needs = demand(demo_job, model(*sizes))
     lengths = [
-        stream_layout(
-            needs.layouts[s.boundary.group].schedule,
-            demo_job.channels,
-            s.channel,
-            len(demo_job.dp_groups[s.boundary.group].ranks),
-            side=s.boundary.side,
-            shadow_id=s.shard,
-        ).nbytes
-        for s in needs.streams
+        (layout := needs.layouts[plan.group])
+        .slicing.stream(
+            layout.schedule, plan.name, demo_job.channels, len(demo_job.dp_groups[plan.group].ranks)
+        )
+        .nbytes
+        for node in demo_job.shadow_nodes
+        for hold in hold_plans(demo_job, node.id)
+        for plan in hold.streams
     ]
     assert needs.longest_stream == max(lengths)
     assert sum(lengths) == sum(nic.nbytes for nic in needs.nics)

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate.ring.collectives import AllGather
+from checkmate.ring.collectives import AllGather, Collective
 from checkmate.ring.connections import Ring, connect_ring
 from checkmate.ring.place import RingError, RingPlace
 from checkmate.ring.steps import Arrival, Position, Receive, RingSteps, Send, allgather_steps, allreduce_steps
@@ -120,7 +120,7 @@ def test_all_ranks_end_with_the_same_tensors(ranks: int, channels: int) -> None:
 
 
 def gathering(
-    ranks: int, buckets: Sequence[Bucket], work: Callable[[Ring, AllGather], Result]
+    ranks: int, buckets: Sequence[Bucket], work: Callable[[Ring, Collective], Result]
 ) -> list[Result]:
     port = free_port()
 
@@ -136,7 +136,7 @@ def test_tensors_may_be_overwritten_right_after_completion() -> None:
     """Receiving everything is not sending everything: bytes still to be sent could change."""
     ranks, buckets = 3, [Bucket(3_000_000, 4, 0)]
 
-    def work(ring: Ring, gather: AllGather) -> bool:
+    def work(ring: Ring, gather: Collective) -> bool:
         good = True
         for value in range(1, 5):
             tensor = torch.zeros(buckets[0].elements)
@@ -152,7 +152,7 @@ def test_tensors_may_be_overwritten_right_after_completion() -> None:
 
 
 def test_tensors_that_do_not_match_the_buckets_are_refused() -> None:
-    def work(ring: Ring, gather: AllGather) -> None:
+    def work(ring: Ring, gather: Collective) -> None:
         with pytest.raises(ValueError, match="don't match"):
             gather.run([torch.zeros(9)])
         with pytest.raises(ValueError, match="flat"):
@@ -164,7 +164,7 @@ def test_tensors_that_do_not_match_the_buckets_are_refused() -> None:
 
 
 def test_a_rank_that_leaves_breaks_the_others_with_its_name() -> None:
-    def work(ring: Ring, gather: AllGather) -> str:
+    def work(ring: Ring, gather: Collective) -> str:
         if ring.place.rank == 1:
             return "left"
         with pytest.raises(RingError) as broken:
@@ -202,7 +202,7 @@ def test_the_barrier_holds_everybody() -> None:
     arrived: list[int] = []
     lock = threading.Lock()
 
-    def work(ring: Ring, gather: AllGather) -> int:
+    def work(ring: Ring, gather: Collective) -> int:
         threading.Event().wait(0.2 * ring.place.rank)
         with lock:
             arrived.append(ring.place.rank)
@@ -324,12 +324,15 @@ def test_a_bad_job_file_is_explained(worker: Worker) -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"verify": "last"}, "an allreduce can't be verified"), ({"dtype": "int8"}, "floating-point types")],
+    [
+        ({"tree_bytes": 9, "operation": "allgather"}, "trees reduce"),
+        ({"dtype": "int8"}, "floating-point types"),
+    ],
 )
-def test_what_an_allreduce_cannot_do_is_explained(worker: Worker, change: dict[str, str], words: str) -> None:
+def test_what_an_allreduce_cannot_do_is_explained(worker: Worker, change: dict[str, Any], words: str) -> None:
     bucket = {"elements": 1, "dtype": change.get("dtype", "float32")}
     job = {"ips": loopback(2), "buckets": [bucket], "iterations": 1, "operation": "allreduce"}
-    status, errors = worker({**job, "verify": change.get("verify", "none")})
+    status, errors = worker(job | {key: value for key, value in change.items() if key != "dtype"})
     assert status == 2
     assert words in errors
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.ring.connections import Ring, connect_ring
-from checkmate.ring.engine import Engine
+from checkmate.ring.engine import RingEngine
 from checkmate.ring.place import RingError, RingPlace
 from checkmate.ring.steps import Arrival, Position, Receive, Send, allreduce_steps
 from checkmate.wire.schedule import Bucket, channel_slice
@@ -91,10 +91,10 @@ def engine_of(
     on_done: Callable[[int], None],
     on_error: Callable[[RingError], None],
     slice_bytes: int = 1 << 16,
-) -> Engine:
+) -> RingEngine:
     """Return an engine that averages buckets."""
     ranks = ring.place.ranks
-    engine = Engine(ring, buckets, allreduce_steps, slice_bytes, on_done, on_error, divisor=ranks)
+    engine = RingEngine(ring, buckets, allreduce_steps, slice_bytes, on_done, on_error, divisor=ranks)
     engine.bind(tensors)
     return engine
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from checkmate.ring.connections import connect_ring
-from checkmate.ring.engine import Engine
+from checkmate.ring.engine import RingEngine
 from checkmate.ring.place import RingError, RingPlace
 from checkmate.ring.steps import allreduce_steps
 from checkmate.tagger import TaggedSocket, Tagger
@@ -40,7 +40,7 @@ def test_streams_are_the_reduced_gradients(ranks: int, channels: int) -> None:
             tagger = Tagger.attach() if side_of(ranks, rank) is not None else None
             ring = connect_ring(place, tagger, timeout=20)
         try:
-            engine = Engine(
+            engine = RingEngine(
                 ring,
                 buckets,
                 allreduce_steps,

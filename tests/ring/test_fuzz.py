@@ -32,7 +32,10 @@ class Port(NamedTuple):
 
 @pytest.fixture
 def port() -> Iterator[Port]:
-    with socket.create_server((HOST, 0)) as listener, Acceptor([listener], [GREETING], HOST, KEY) as acceptor:
+    with (
+        socket.create_server((HOST, 0)) as listener,
+        Acceptor([listener], [GREETING], [HOST], KEY) as acceptor,
+    ):
         open_port = Port(acceptor, listener.getsockname())
         yield open_port
         with socket.create_connection(open_port.address, 5) as sock:

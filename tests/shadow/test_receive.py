@@ -45,7 +45,7 @@ from testbed.jobs import job
 from tests.support.jobs import lists_of_jobs
 from tests.support.waiting import wait_until
 
-PLAN = TaggedStreamPlan(0, 1, 1, 0, 1, 0, "127.0.0.1", ("127.0.0.1", 7400), 1)
+PLAN = TaggedStreamPlan(0, 1, 1, 0, 1, 1, 0, "127.0.0.1", ("127.0.0.1", 7400), 1)
 
 
 @given(lists_of_jobs(most=1))

@@ -28,6 +28,7 @@ def lists_of_jobs(draw: st.DrawFn, most: int = 3) -> list[Job]:
                 number=number,
                 further=draw(st.integers(0, 2)),
                 shared=draw(st.booleans()),
+                collective=draw(st.sampled_from(["ring", "tree"])),
             )
         )
     return jobs

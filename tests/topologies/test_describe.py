@@ -51,9 +51,10 @@ def lab_files(draw: st.DrawFn) -> dict[str, Any]:
     if len(hosts) > 1:  # each group has a rank on every host
         groups = [{key: value for key, value in dp_group.items() if key != "ranks"} for dp_group in groups]
         groups = [dp_group | {"hosts": draw(st.permutations(range(len(hosts))))} for dp_group in groups]
+    collective = draw(st.sampled_from(["ring", "tree"] if len(hosts) > 1 else ["ring", "tree", "nccl"]))
     return {
         "title": "drawn",
-        "channels": draw(st.integers(1, 8)),
+        "channels": draw(st.integers(1, 4 if collective == "tree" else 8)),
         "replicas": draw(
             st.integers(1, min(len(dp_group.get("shadow_nodes", nodes)) for dp_group in groups))
         ),
@@ -61,7 +62,7 @@ def lab_files(draw: st.DrawFn) -> dict[str, Any]:
         "links": [[names[draw(st.integers(0, i - 1))], names[i]] for i in range(1, len(names))],
         **({"hosts": hosts} if len(hosts) > 1 else {}),
         "dp_groups": groups,
-        "collective": "ring" if len(hosts) > 1 else draw(st.sampled_from(["ring", "nccl"])),
+        "collective": collective,
         "shadow_nodes": nodes,
     }
 
@@ -387,7 +388,7 @@ def test_the_line_for_people_starts_the_torchrun_of_each_rank(name: str) -> None
 
 
 def test_the_labs_that_come_with_checkmate(tmp_path: Path) -> None:
-    with_switches = ["hsdp", "paper_testbed", "single_tor", "two_hosts", "two_stages", "two_tor"]
+    with_switches = ["hsdp", "paper_testbed", "single_tor", "trees", "two_hosts", "two_stages", "two_tor"]
     assert describe.names() == ["ddp_hosts", "fsdp_hosts", *with_switches]
     single, two, paper = (load(name) for name in ("single_tor", "two_tor", "paper_testbed"))
     assert (len(single.ranks), [len(n.interfaces) for n in single.shadow_nodes]) == (4, [2, 2])

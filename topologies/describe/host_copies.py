@@ -20,7 +20,7 @@ from checkmate.job.validation import validated
 from topologies.describe.lab_file import RANKS_MAX, SHARDS_MAX, Example
 
 WORDS: Final = "is for labs with switches (copies: switch): remove it, because this lab has none"
-_OF_SWITCHES: Final = ("channels", "collective", "switches", "links", "dp_groups")
+_OF_SWITCHES: Final = ("channels", "collective", "tree_bytes", "switches", "links", "dp_groups")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,7 +121,9 @@ def as_yaml(data: dict[str, Any], title: str) -> str:
 
 def _reduction(topology: Topology) -> dict[str, Any]:
     """Return the keys of what reduces gradients, and of what becomes of lost copies, unless by default."""
-    collective = {} if topology.collective == "ring" else {"collective": topology.collective}
+    collective: dict[str, Any] = {} if topology.collective == "ring" else {"collective": topology.collective}
+    if topology.tree_bytes is not None:
+        collective["tree_bytes"] = topology.tree_bytes
     return collective | ({} if topology.lossless else {"lossless": False})
 
 

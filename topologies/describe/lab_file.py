@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 from checkmate.base.wording import counted
+from checkmate.job.checks import reduction_faults
 from checkmate.job.faults import Fault, Path, show_path
 from checkmate.job.fields import GPUS_MOST, Collective, Flag, ValueLimits, at_most, items, whole
 from checkmate.job.schema import Frozen, Mesh
 from checkmate.job.validation import parts, validated
+from checkmate.wire.tree import TREE_BYTES_MAX
 from topologies.describe import lab_mesh
 
 Example = Literal["gpt.train", "hsdp", "pipeline"]
@@ -53,6 +55,7 @@ class LabFile(Frozen):
     channels: Annotated[int, whole(1, 8)] = 1
     replicas: Annotated[int, whole(1, SHARDS_MAX)] = 1
     collective: Collective = "ring"
+    tree_bytes: Annotated[int, whole(0, TREE_BYTES_MAX)] | None = None
     lossless: Flag = True
     switches: Annotated[tuple[_SwitchName, ...], items(1, 50)]
     links: Annotated[tuple[tuple[_SwitchName, _SwitchName], ...], at_most(150)] = ()
@@ -91,6 +94,9 @@ def _between(raw: dict[str, Any], reserved: Collection[str]) -> Iterator[Fault]:
         yield from _unknown(raw, switches)
         yield from _apart(switches, top.fields.get("links"))
     yield from _too_many_ranks(raw)
+    keys = {"channels", "collective", "tree_bytes", "lossless"}
+    if keys <= top.fields.keys():
+        yield from reduction_faults(**{key: top.fields[key] for key in keys})
     meshed = any(key in raw for key in lab_mesh.KEYS)
     if meshed:
         yield from lab_mesh.groups_of(raw)[1]

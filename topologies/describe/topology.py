@@ -155,6 +155,8 @@ class Topology:
     """`None` if none of Checkmate's suits the groups."""
     beside: tuple[Topology, ...] = ()
     """Further jobs on the same switches, with hosts of their own (`together`)."""
+    tree_bytes: int | None = None
+    """Size of the largest buckets that go over the trees, if `collective` has them."""
     lossless: bool = True
     """Whether copies are lost only by an error; else the job has ranks send them again."""
 
@@ -379,6 +381,7 @@ class _SwitchBuilder(_Builder):
             self.lab.mesh,
             self.lab.example or _example(groups, self.lab.mesh),
             lossless=self.lab.lossless,
+            tree_bytes=self.lab.tree_bytes,
         )
 
     def switches(self) -> tuple[SwitchNode, ...]:

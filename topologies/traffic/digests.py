@@ -96,15 +96,17 @@ class StreamDigest:
 class Digests:
     """Digests of each stream and its tails; it collects views while the ring runs, and hashes them later."""
 
-    def __init__(self, boundary: int, side: int, hashing: bool, tails: Sequence[Tail] = ()) -> None:
-        self._boundary, self._side = boundary, side
+    def __init__(self, side: int, hashing: bool, tails: Sequence[Tail] = ()) -> None:
+        self._side = side
+        self._boundaries: dict[int, int] = {}  # by channel
         self._hashing = hashing
         self._tails = tails if hashing else ()
         self._views: dict[tuple[int, int], list[memoryview]] = {}
         self._digests: dict[tuple[int, int], list[StreamDigest]] = {}
 
-    def expect(self, channel: int, shadow_id: int) -> None:
+    def expect(self, boundary: int, channel: int, shadow_id: int) -> None:
         """Add a stream beforehand, so that an empty one is reported and threads add no streams."""
+        self._boundaries[channel] = boundary
         self._views[channel, shadow_id] = []
         self._digests[channel, shadow_id] = [StreamDigest(self._hashing)]
 
@@ -132,7 +134,7 @@ class Digests:
         """Return one result for each expected stream."""
         return [
             TaggedStream(
-                boundary=self._boundary,
+                boundary=self._boundaries[channel],
                 side=self._side,
                 channel=channel,
                 shadow_id=shadow_id,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from checkmate.job.boundaries import first_shadow_ids
+from checkmate.job.boundaries import boundaries, first_shadow_ids, slicing
 from checkmate.job.schema import Job
-from checkmate.ring.place import ring_ports
+from checkmate.ring.place import ring_ports, tree_ports
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
-from checkmate.wire.schedule import Bucket, stream_layout
+from checkmate.wire.schedule import FIRST, Bucket, StreamName
+from checkmate.wire.tree import TREE_BYTES
 from controlplane.network import Network
 from topologies.describe.topology import BadDescription, Topology
 from topologies.traffic.digests import Tail
@@ -57,7 +58,14 @@ def buckets(job: Job, group: int, load: Load) -> list[Bucket]:
     for number in range(per_shard * shards):
         size = sizes[number % len(sizes)]
         layout.append(Bucket(-(-share // (per_shard * size)) + 3 * number + 1, size, number % shards))
+    if job.has_trees(group):  # a small bucket of each shard, which its trees reduce
+        layout += [Bucket(tree_bytes(job) // 8 + 1 + shard, 4, shard) for shard in range(shards)]
     return layout
+
+
+def tree_bytes(job: Job) -> int:
+    """Return the size of the largest buckets that go over trees."""
+    return TREE_BYTES if job.tree_bytes is None else job.tree_bytes
 
 
 def gathered(job: Job, load: Load) -> int:
@@ -69,6 +77,13 @@ def gathered(job: Job, load: Load) -> int:
 def ring(job: Job, group: int, load: Load) -> dict[str, Any]:
     """Return a DP group's ring, as the configuration of `topologies.traffic.rank`."""
     first_id = first_shadow_ids(job)[group]
+    trees = {}
+    if job.has_trees(group):
+        trees = {
+            "tree_bytes": tree_bytes(job),
+            "tree_group": len(job.dp_groups) + group,
+            "tree_ports": tree_ports(job, group),
+        }
     return {
         "ips": [str(rank.ip) for rank in job.dp_groups[group].ranks],
         "buckets": [
@@ -86,7 +101,8 @@ def ring(job: Job, group: int, load: Load) -> dict[str, Any]:
         "tag": load.tagged,
         "digest": load.digest,
         "verify": load.verify,
-        "operation": load.operation,
+        "operation": "allreduce" if trees else load.operation,
+        **trees,
         "pause": load.pause,
         "tails": [asdict(tail) for tail in load.tails],
     }
@@ -94,15 +110,10 @@ def ring(job: Job, group: int, load: Load) -> dict[str, Any]:
 
 def base(job: Job, load: Load, boundary: int, channel: int, shadow_id: int, tail: Tail) -> int:
     """Return the position in a stream at which a tail begins, in bytes, computed from the schedule."""
-    group, side = divmod(boundary, 2)
-    layout = stream_layout(
-        buckets(job, group, load),
-        job.channels,
-        channel,
-        len(job.dp_groups[group].ranks),
-        side=side,
-        shadow_id=shadow_id - first_shadow_ids(job)[group],
-    )
+    hop = next(hop for hop in boundaries(job) if hop.number == boundary)
+    ranks = len(job.dp_groups[hop.group].ranks)
+    name = StreamName(0 if hop.side == FIRST else ranks - 1, channel, shadow_id - hop.first_id)
+    layout = slicing(job, hop.group).stream(buckets(job, hop.group, load), name, job.channels, ranks)
     return tail.iteration * layout.nbytes + tail.offset
 
 

@@ -11,19 +11,25 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, model_validator
 
-from checkmate.ring.collectives import AllGather
-from checkmate.ring.connections import Ring, connect_ring
+from checkmate.ring.collectives import AllGather, Collective
+from checkmate.ring.connections import Connections, Ring, connect_ring
 from checkmate.ring.place import DEFAULT_PORT, RingError, RingPlace
 from checkmate.ring.steps import SLICE_BYTES, Position, allgather_steps, allreduce_steps
 from checkmate.tagger import Tagger, TaggerError
+from checkmate.tree.connections import Tree, connect_tree
+from checkmate.tree.engine import TreeEngine
+from checkmate.tree.progress import links
 from checkmate.wire import tag as wire
-from checkmate.wire.schedule import Bucket, chunk_sent, chunk_slice, side_of
+from checkmate.wire.ring_sockets import TREE_PORT
+from checkmate.wire.schedule import FIRST, LAST, Bucket, chunk_sent, chunk_slice, side_of
+from checkmate.wire.tree import tree_place
 from topologies.describe.topology import BadDescription
 from topologies.traffic.digests import Digests, StrictModel, TaggedStream, Tail, Whole, read_config
 
@@ -48,6 +54,12 @@ class Contents:
         for first in range(start, stop, _PERIOD):
             last = min(first + _PERIOD, stop)
             self._expected(first, last, bucket, iteration, target[first:last])
+
+    def fill_numbers(self, tensor: torch.Tensor, *, bucket: int, iteration: int) -> None:
+        """Write small whole numbers, which every type has, so that sums with zeros are exact."""
+        numbers = torch.empty(tensor.numel(), dtype=torch.int8)
+        self.fill(numbers, 0, tensor.numel(), bucket=bucket, iteration=iteration)
+        tensor.copy_(numbers)
 
     def equal(self, tensor: torch.Tensor, *, bucket: int, iteration: int) -> bool:
         """Return whether a whole flat tensor has the contents of `iteration`."""
@@ -85,8 +97,8 @@ class RingJob(StrictModel):
 
     Without `digest`, for benchmarks, it does not hash; without `tag` no tagger. `group` is the DP group's
     index in the job. `pause` is the time between two AllGathers in seconds, in place of computation. `tails`
-    are for shadow nodes that join mid-stream. An AllReduce cannot be verified, because no rank knows the
-    expected result.
+    are for shadow nodes that join mid-stream. With `tree_bytes`, an AllReduce has smaller buckets go over
+    trees, whose boundaries are those of group `tree_group`.
     """
 
     ips: Annotated[list[str], Field(min_length=2)]
@@ -100,6 +112,9 @@ class RingJob(StrictModel):
     dscp_bit: Annotated[int, Field(ge=1, le=32)] = wire.DEFAULT_DSCP_BIT
     port: Annotated[int, Field(ge=1, le=65535 - wire.CHANNELS_MAX)] = DEFAULT_PORT
     ports: tuple[int, ...] = ()
+    tree_bytes: Whole | None = None
+    tree_group: Whole = 0
+    tree_ports: tuple[int, ...] = ()
     tag: bool = True
     digest: bool = True
     verify: Literal["each", "last", "none"] = "each"
@@ -110,8 +125,8 @@ class RingJob(StrictModel):
 
     @model_validator(mode="after")
     def _can_be_reduced(self) -> RingJob:
-        if self.operation == "allreduce" and self.verify != "none":
-            raise ValueError('an allreduce can\'t be verified; set verify to "none"')
+        if self.tree_bytes is not None and self.operation != "allreduce":
+            raise ValueError('trees reduce; set operation to "allreduce"')
         if self.operation == "allreduce" and any("float" not in spec.dtype for spec in self.buckets):
             raise ValueError("an allreduce averages, so its buckets must have floating-point types")
         return self
@@ -143,20 +158,40 @@ def run_rank(job: RingJob, rank: int) -> RankResult:
     ]
     side = side_of(len(job.ips), rank)
     tagging = job.tag and side is not None
-    digests = Digests(2 * job.group + (side or 0), side or 0, job.digest, job.tails)
-    if tagging:
-        for channel in range(job.channels):
-            for shadow_id in sorted({bucket.shadow_id for bucket in buckets}):
-                digests.expect(channel, shadow_id)
+    digests = Digests(side or 0, job.digest, job.tails)
+    if side is not None and job.tag:
+        for group, in_trees in ((job.group, 0), (job.tree_group, 1))[: 1 if job.tree_bytes is None else 2]:
+            for channel in range(job.channels):
+                for shadow_id in sorted({bucket.shadow_id for bucket in buckets}):
+                    digests.expect(2 * group + side, job.channels * in_trees + channel, shadow_id)
     with ExitStack() as stack:
         tagger = stack.enter_context(Tagger.attach()) if tagging else None
         ring = stack.enter_context(connect_ring(_place(job, rank), tagger, job.timeout))
-        gather = stack.enter_context(AllGather(ring, buckets, job.slice_bytes, _STEPS[job.operation]))
-        seconds = _iterate(job, ring, gather, buckets, tensors, digests)
-        ring.drain(job.timeout)
+        connections: list[Connections] = [ring]
+        small = [job.tree_bytes is not None and bucket.nbytes <= job.tree_bytes for bucket in buckets]
+        over_ring = [index for index, is_small in enumerate(small) if not is_small]
+        collectives: list[tuple[Collective, list[int]]] = []
+        if over_ring:
+            parts = [buckets[index] for index in over_ring]
+            gather = AllGather(ring, parts, job.slice_bytes, _STEPS[job.operation])
+            collectives.append((stack.enter_context(gather), over_ring))
+        if job.tree_bytes is not None:
+            tree = stack.enter_context(connect_tree(_tree_place(job, rank), tagger, job.timeout))
+            connections.append(tree)
+            over_trees = [index for index, is_small in enumerate(small) if is_small]
+            if over_trees:
+                averaging = _averaging(tree, [buckets[index] for index in over_trees])
+                collectives.append((stack.enter_context(averaging), over_trees))
+        seconds = _iterate(job, ring, collectives, buckets, tensors, digests)
+        for connection in connections:
+            connection.drain(job.timeout)
         ring.barrier()  # no rank leaves before all are complete
-        per_channel = (sender_bytes(job, buckets, rank, channel) for channel in range(job.channels))
-        sent_bytes = sum(per_channel) * job.iterations
+        per_channel = (
+            sender_bytes(job, [buckets[index] for index in over_ring], rank, channel)
+            for channel in range(job.channels)
+        )
+        tree_bytes = sum(bucket.nbytes for bucket, is_small in zip(buckets, small, strict=True) if is_small)
+        sent_bytes = (sum(per_channel) + _sent_on_trees(len(job.ips), rank, tree_bytes)) * job.iterations
         return RankResult(
             rank=rank,
             iterations=job.iterations,
@@ -165,7 +200,7 @@ def run_rank(job: RingJob, rank: int) -> RankResult:
             seconds=seconds,
             sent_bytes=sent_bytes,
             goodput_bits_per_second=8 * sent_bytes / sum(seconds),
-            retransmitted_segments=ring.retransmitted(),
+            retransmitted_segments=sum(connection.retransmitted() for connection in connections),
             faults=tagger.faults() if tagger else {},
             streams=digests.results(),
         )
@@ -174,26 +209,39 @@ def run_rank(job: RingJob, rank: int) -> RankResult:
 def _iterate(
     job: RingJob,
     ring: Ring,
-    gather: AllGather,
+    collectives: Sequence[tuple[Collective, Sequence[int]]],
     buckets: Sequence[Bucket],
     tensors: Sequence[torch.Tensor],
     digests: Digests,
 ) -> list[float]:
-    """Run all iterations; return the seconds of each one's AllGather."""
+    """Run all iterations of collectives, each on the buckets of these numbers; return their seconds."""
     contents = Contents(job.seed)
     durations = []
     for iteration in range(job.iterations):
-        _fill_own(contents, ring.place, buckets, tensors, iteration)
+        if job.operation == "allreduce":
+            _fill_one(contents, ring.place, tensors, iteration)
+        else:
+            _fill_own(contents, ring.place, buckets, tensors, iteration)
         time.sleep(job.pause)
         digests.begin(iteration)
         ring.barrier()
         start = time.perf_counter()
-        gather.run(tensors, digests.take if job.tag else None)
+        for collective, numbers in collectives:
+            collective.run([tensors[number] for number in numbers], digests.take if job.tag else None)
         durations.append(time.perf_counter() - start)
         digests.hash_taken()
         if job.verify == "each" or (job.verify == "last" and iteration == job.iterations - 1):
-            _verify(contents, ring.place.rank, tensors, iteration)
+            _verify(job, contents, ring.place.rank, tensors, iteration)
     return durations
+
+
+def _fill_one(contents: Contents, place: RingPlace, tensors: Sequence[torch.Tensor], iteration: int) -> None:
+    """Fill each tensor with zeros on all ranks but one, so that every rank knows the average."""
+    for index, tensor in enumerate(tensors):
+        if place.rank == (index + iteration) % place.ranks:
+            contents.fill_numbers(tensor, bucket=index, iteration=iteration)
+        else:
+            tensor.zero_()
 
 
 def _fill_own(
@@ -212,9 +260,17 @@ def _fill_own(
             contents.fill(tensor, start, stop, bucket=index, iteration=iteration)
 
 
-def _verify(contents: Contents, rank: int, tensors: Sequence[torch.Tensor], iteration: int) -> None:
+def _verify(
+    job: RingJob, contents: Contents, rank: int, tensors: Sequence[torch.Tensor], iteration: int
+) -> None:
     for index, tensor in enumerate(tensors):
-        if not contents.equal(tensor, bucket=index, iteration=iteration):
+        if job.operation == "allreduce":
+            average = torch.empty_like(tensor)
+            contents.fill_numbers(average, bucket=index, iteration=iteration)
+            is_right = torch.equal(tensor, average.div_(len(job.ips)))
+        else:
+            is_right = contents.equal(tensor, bucket=index, iteration=iteration)
+        if not is_right:
             raise RingError(f"rank {rank}: iteration {iteration}: bucket {index} has wrong contents")
 
 
@@ -223,6 +279,26 @@ def sender_bytes(job: RingJob, buckets: Sequence[Bucket], rank: int, channel: in
     at = Position(rank, len(job.ips), channel, job.channels)
     steps = [_STEPS[job.operation](bucket, at, job.slice_bytes) for bucket in buckets]
     return sum(send.stop - send.start for step_list in steps for send in step_list.sends)
+
+
+def _averaging(tree: Tree, buckets: Sequence[Bucket]) -> Collective:
+    """Return an AllReduce over trees."""
+    return Collective(
+        len(buckets),
+        lambda on_done, on_error: TreeEngine(tree, buckets, on_done, on_error, divisor=tree.place.ranks),
+    )
+
+
+def _sent_on_trees(ranks: int, rank: int, nbytes: int) -> int:
+    """Return how much a rank sends of that many bytes: half of them on each link of a tree."""
+    sides = [links(tree_place(ranks, rank, side)) for side in (FIRST, LAST)]
+    return sum(nbytes // 2 for side in sides for link in side if link.way.sends)
+
+
+def _tree_place(job: RingJob, rank: int) -> RingPlace:
+    place = _place(job, rank)
+    fingerprint = hashlib.blake2b(b"trees " + place.fingerprint, digest_size=16).digest()
+    return replace(place, port=TREE_PORT, ports=job.tree_ports, fingerprint=fingerprint)
 
 
 def _place(job: RingJob, rank: int) -> RingPlace:

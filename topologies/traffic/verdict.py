@@ -31,6 +31,8 @@ class Digest:
 class StreamRow:
     """One shadow stream. `read` or `tagged` is `None` if that side has not reported it."""
 
+    group: int
+    side: int
     boundary: int
     channel: int
     shadow_id: int
@@ -86,10 +88,14 @@ def compare(
     for stream in streams(job):
         key = (stream.boundary.number, stream.channel, stream.shadow_id)
         nic, node = str(stream.nic.ip), stream.node.id
-        rows.append(StreamRow(*key, node, nic, tagged.get(key), read.get((*key, node)), stream.shard))
+        place = stream.boundary.group, stream.boundary.side
+        row = StreamRow(*place, *key, node, nic, tagged.get(key), read.get((*key, node)), stream.shard)
+        rows.append(row)
     keys = {(row.boundary, row.channel, row.shadow_id, row.node) for row in rows}
     rows += [
-        StreamRow(*key, "not of this job", None, digest) for key, digest in read.items() if key not in keys
+        StreamRow(*divmod(key[0], 2), *key, "not of this job", None, digest)
+        for key, digest in read.items()
+        if key not in keys
     ]
     return tuple(sorted(rows, key=lambda row: (row.boundary, row.channel, row.shadow_id, row.node)))
 
@@ -100,8 +106,8 @@ def table(verdict: StreamsVerdict) -> FittedTable:
     streams_table = FittedTable("shadow streams", *columns, numbers=("bytes",))
     for row in verdict.rows:
         streams_table.add_row(
-            str(row.boundary // 2),
-            SIDES[row.boundary % 2],
+            str(row.group),
+            SIDES[row.side],
             str(row.channel),
             "-" if row.shard is None else str(row.shard),
             str(row.node),

@@ -396,10 +396,9 @@ def _check_ends(job: Job, group: ShadowGroup, part: pb.RecordPart) -> None:
         return
     if not group.layout.slicing.is_sender(part.position, group.begin.ranks):
         raise CallRefused(f"ends of streams from position {part.position}, which sends none")
-    if len(part.ends) > job.channels * group.layout.shards:
-        raise CallRefused(
-            f"{len(part.ends)} ends of streams; a rank has {job.channels * group.layout.shards}"
-        )
+    channels = job.stream_channels(group.begin.group)
+    if len(part.ends) > channels * group.layout.shards:
+        raise CallRefused(f"{len(part.ends)} ends of streams; a rank has {channels * group.layout.shards}")
     nbytes = {
         (s.plan.channel, s.plan.shard): s.layout.nbytes
         for hold in group.holds
@@ -408,7 +407,7 @@ def _check_ends(job: Job, group: ShadowGroup, part: pb.RecordPart) -> None:
     }
     iterations = part.iteration - group.begin.first_iteration + 1
     for end in part.ends:
-        check_number("an end of channel", end.channel, job.channels - 1)
+        check_number("an end of channel", end.channel, channels - 1)
         check_number("an end of shard", end.shard, group.layout.shards - 1)
         most = nbytes.get((end.channel, end.shard), end.end) * iterations
         if end.end > most:

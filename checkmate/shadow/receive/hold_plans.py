@@ -42,17 +42,14 @@ class StreamPlan:
 class TaggedStreamPlan(StreamPlan):
     """A stream of copies by a switch. `nic` is the index of our NIC; `stub` the stub's address and port."""
 
+    boundary: int
+    """The boundary's id within the job, which the hello carries."""
     side: int
     nic: int
     nic_ip: str
     stub: tuple[str, int]
     shadow_id: int
     """The shard's number on the wire."""
-
-    @property
-    def boundary(self) -> int:
-        """The boundary's id within the job, which the hello carries."""
-        return 2 * self.group + self.side
 
     def hello(self, position: int, incarnation: int, time: int) -> Hello:
         """Return the hello that opens the stream at byte `position` (64 bits). `time`: in microseconds."""
@@ -91,6 +88,7 @@ def hold_plans(job: Job, node_id: int) -> tuple[HoldPlan, ...]:
             plan = TaggedStreamPlan(
                 group=stream.boundary.group,
                 shard=stream.shard,
+                boundary=stream.boundary.number,
                 side=stream.boundary.side,
                 sender=_position(job, stream.boundary),
                 channel=stream.channel,

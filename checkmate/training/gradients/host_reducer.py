@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from checkmate.ring.connections import Ring, connect_ring
-from checkmate.ring.engine import Engine
+from checkmate.ring.engine import RingEngine
 from checkmate.ring.owned import OwnedBucket, broadcast_steps, reduce_steps
 from checkmate.ring.place import RingError, RingPlace
 from checkmate.ring.steps import SLICE_BYTES, Position, RingSteps
@@ -123,8 +123,8 @@ class HostReducer:
         self._ready: set[int] = set()  # buckets that may be broadcast, or received
         self._next = 0  # bucket to broadcast
         self._on_error: Callable[[RingError], None]
-        self._inward: Engine
-        self._outward: Engine
+        self._inward: RingEngine
+        self._outward: RingEngine
         self._watch: NextWatch
 
     def staging(self, device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
@@ -169,8 +169,8 @@ class HostReducer:
         ring: Ring,
         steps_of: Callable[[OwnedBucket, Position, int], RingSteps],
         on_done: Callable[[int], None],
-    ) -> Engine:
-        engine = Engine(ring, self._buckets, steps_of, SLICE_BYTES, on_done, self._fail, divisor=1)
+    ) -> RingEngine:
+        engine = RingEngine(ring, self._buckets, steps_of, SLICE_BYTES, on_done, self._fail, divisor=1)
         engine.bind(self.tensors)
         return engine
 

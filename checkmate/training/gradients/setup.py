@@ -13,7 +13,7 @@ from checkmate.job.mesh import group_name
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
 from checkmate.ring.connections import Ring, connect_ring
-from checkmate.ring.place import RingPlace, RingTimeout, host_ports, repair_ports, ring_ports
+from checkmate.ring.place import RingPlace, RingTimeout, host_ports, repair_ports, ring_ports, tree_ports
 from checkmate.tagger import Tagger, TaggerUnavailable
 from checkmate.training.errors import SessionError
 from checkmate.training.gradients.buckets import GradientBuckets, GradientFront
@@ -28,6 +28,7 @@ from checkmate.training.record.copied_state import CopiedState
 from checkmate.training.start import exchange
 from checkmate.training.start.places import Place, Start
 from checkmate.training.start.survivor import Survivor
+from checkmate.tree.connections import Tree, connect_tree
 from checkmate.wire.layout import Layout
 from checkmate.wire.schedule import StreamName
 
@@ -58,12 +59,12 @@ def make_reducer(
         Others: As `connect`.
     """
     layout = layouts[place.group]
-    if place.job.collective == "ring":
+    if place.job.collective != "nccl":
         pinned = any(device.type == "cuda" for device in devices)
-        ring, repairs = connect(place, layout, start, undo)
+        ring, tree, repairs = connect(place, layout, start, undo)
         divisor = place.replicas if average else 1
         reducer = RingReducer(
-            *(ring, layout),
+            *(ring, layout, tree),
             first_id=place.first_id,
             pinned=pinned,
             divisor=divisor,
@@ -164,8 +165,10 @@ def _fingerprint(layout: bytes, start: Start, more: str) -> bytes:
     return hashlib.blake2b(common, digest_size=16).digest()
 
 
-def connect(place: Place, layout: Layout, start: Start, undo: ExitStack) -> tuple[Ring, Repairs | None]:
-    """Connect the ring, with a tagger on boundary ranks, and what repairs copies, if they may be lost.
+def connect(
+    place: Place, layout: Layout, start: Start, undo: ExitStack
+) -> tuple[Ring, Tree | None, Repairs | None]:
+    """Connect ring and trees, with a tagger on boundary ranks, and what repairs copies, if they may be lost.
 
     `undo` closes the connections.
 
@@ -199,6 +202,14 @@ def connect(place: Place, layout: Layout, start: Start, undo: ExitStack) -> tupl
         raise TaggerUnavailable(str(missing), str(remedy))
     try:
         ring = undo.enter_context(connect_ring(where, tagger))
+        tree = None
+        if place.job.has_trees(place.group):
+            again = replace(
+                where,
+                fingerprint=_fingerprint(layout.fingerprint, start, f" {place.group}, trees"),
+                ports=tree_ports(place.job, place.group),
+            )
+            tree = undo.enter_context(connect_tree(again, tagger))
         repairs = None if place.job.lossless else _connect_repairs(where, place, layout, start, tagger, undo)
     except RingTimeout as error:
         raise RingTimeout(
@@ -206,7 +217,7 @@ def connect(place: Place, layout: Layout, start: Start, undo: ExitStack) -> tupl
             "`checkmate status JOB` shows that"
         ) from error
     Tagger.give_up_capabilities()  # also on ranks that do not tag: all hosts have the same starter
-    return ring, repairs
+    return ring, tree, repairs
 
 
 def _connect_repairs(

@@ -11,13 +11,14 @@ from typing import Any, Final, Protocol
 import torch
 import torch.distributed as dist
 
+from checkmate.job import boundaries
 from checkmate.nccl.environment import Version
 from checkmate.nccl.environment import slicing_of as nccl_slicing
 from checkmate.training.errors import SessionError
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.start.places import Place
 from checkmate.wire.parts import PartSlicing
-from checkmate.wire.schedule import RING_SLICING, Slicing
+from checkmate.wire.schedule import Slicing
 
 _LIBRARY: Final = "libnccl.so.2"
 
@@ -30,8 +31,8 @@ def slicing_of(place: Place, model: TrainedModel) -> Slicing:
     """
     if place.job.copies == "host":
         return PartSlicing()
-    if place.job.collective == "ring":
-        return RING_SLICING
+    if place.job.collective != "nccl":
+        return boundaries.slicing(place.job, place.group)
     return slicing_for(place, {parameter.device for parameter in model.trained().values()})
 
 

@@ -484,7 +484,7 @@ def _check_hosts(job: Job, groups: Sequence[int]) -> None:
             "process_group of one DP group's ranks; or, if all train one model, list the job's hosts, and "
             "give each of these DP groups one rank on each host"
         )
-    if job.collective != "ring":
+    if job.collective == "nccl":
         raise SessionError(
             f"DDP averages over the ranks of {names}, several on each host, which collective: "
             f"{job.collective} can't do yet: use collective: ring"

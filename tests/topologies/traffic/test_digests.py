@@ -16,8 +16,8 @@ from topologies.traffic.digests import Digests, Tail
     tails=st.lists(st.builds(Tail, iteration=st.integers(0, 7), offset=st.integers(0, 300)), max_size=5),
 )
 def test_a_tail_is_the_rest_of_its_stream(iterations: list[list[bytes]], tails: list[Tail]) -> None:
-    digests = Digests(boundary=5, side=1, hashing=True, tails=tails)
-    digests.expect(0, 3)
+    digests = Digests(side=1, hashing=True, tails=tails)
+    digests.expect(5, 0, 3)
     for number, pieces in enumerate(iterations):
         digests.begin(number)
         for piece in pieces:
@@ -37,8 +37,8 @@ def test_a_tail_is_the_rest_of_its_stream(iterations: list[list[bytes]], tails: 
 
 
 def test_without_hashing_bytes_are_counted() -> None:
-    digests = Digests(boundary=0, side=0, hashing=False, tails=[Tail(iteration=0)])
-    digests.expect(0, 0)
+    digests = Digests(side=0, hashing=False, tails=[Tail(iteration=0)])
+    digests.expect(0, 0, 0)
     digests.begin(0)
     digests.take(0, 0, memoryview(b"abc"))
     digests.hash_taken()

@@ -1,0 +1,1 @@
+"""AllReduce over a double binary tree of kernel TCP connections (design, section 3)."""

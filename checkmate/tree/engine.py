@@ -1,0 +1,192 @@
+"""Moves the bytes of buckets through both trees: one thread for each channel, which never blocks on a link.
+
+A rank has up to eight links on a channel, most of which wait for another one. With a thread for each, a slice
+would wait for two of the interpreter's switches at each rank that it passes; here it passes in one.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from checkmate.ring.engine import Engine, Worker, byte_view
+from checkmate.ring.place import RingError
+from checkmate.ring.steps import Arrival
+from checkmate.tree.connections import Tree, TreeEnd
+from checkmate.tree.progress import SLICE_BYTES, SliceSequence, TreeProgress, TreeWay, tree_slices
+from checkmate.wire.schedule import FIRST, LAST, Bucket
+from checkmate.wire.tree import tree_place
+
+_SIDES: Final = (FIRST, LAST)
+
+
+@dataclass
+class _Flow:
+    """What passes one end of a connection."""
+
+    end: TreeEnd
+    progress: TreeProgress
+    sequence: SliceSequence
+    chunks: Sequence[tuple[int, int | None]]
+    """Of an iteration, with their tags."""
+    scratch: torch.Tensor
+    """Where bytes arrive that are added."""
+    scratch_view: memoryview
+    offset: int = 0
+    """Bytes of the next slice that have passed."""
+
+    @property
+    def socket(self) -> socket.socket:
+        """The connection."""
+        end = self.end
+        sock = end.receiver if end.sender is None else end.sender.socket
+        assert sock is not None
+        return sock
+
+
+class TreeEngine(Engine):
+    """Averages buckets over both trees, on all channels."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        buckets: Sequence[Bucket],
+        on_done: Callable[[int], None],
+        on_error: Callable[[RingError], None],
+        *,
+        divisor: int,
+        slice_bytes: int = SLICE_BYTES,
+    ) -> None:
+        super().__init__(tree, buckets, on_done, on_error, divisor=divisor)
+        self._tree = tree
+        channels = range(tree.place.channels)
+        self._progress: list[list[tuple[TreeProgress, SliceSequence]]] = [[] for _ in channels]
+        self._flows: list[list[_Flow]] = [[] for _ in channels]
+        for channel in channels:
+            for side in _SIDES:
+                parts = [*tree_slices(buckets, len(channels), channel, side, slice_bytes)]
+                sequence = SliceSequence.of(parts, len(buckets))
+                progress = TreeProgress(tree_place(tree.place.ranks, tree.place.rank, side))
+                self._progress[channel].append((progress, sequence))
+                chunks = [(part.chunk, buckets[part.bucket].shadow_id) for part in parts if part.chunk]
+                for end in tree.ends[channel, side]:
+                    adds = end.link.way is TreeWay.SUM_IN
+                    scratch = torch.empty(slice_bytes if adds else 0, dtype=torch.uint8)
+                    flow = _Flow(end, progress, sequence, chunks, scratch, byte_view(scratch))
+                    self._flows[channel].append(flow)
+        self._wakes = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in channels]
+
+    def close(self) -> None:
+        """End the threads. If buckets are in progress, this breaks the connections."""
+        super().close()
+        for wake in self._wakes:
+            os.close(wake)
+        self._wakes = []
+
+    def _workers(self) -> Iterator[Worker]:
+        for channel in range(self._tree.place.channels):
+            yield Worker(f"tree {channel}", self._pass_on, channel)
+
+    def _wake(self) -> None:
+        """Have threads look at `_submitted` again."""
+        for wake in self._wakes:
+            os.eventfd_write(wake, 1)
+
+    def _pass_on(self, channel: int) -> None:
+        """Pass slices on as far as they have come, and wait for more, until the engine ends."""
+        trees, flows, wake = self._progress[channel], self._flows[channel], self._wakes[channel]
+        count = 0  # of buckets that are finished
+        while not self._submitted.has_ended:
+            submitted = self._submitted.value
+            for progress, sequence in trees:
+                progress.submit(sequence.slices_until(submitted))
+            blocked = self._move(channel, flows)
+            while count < submitted and all(p.complete >= t.slices_until(count + 1) for p, t in trees):
+                self._finish(count % len(self._buckets))
+                count += 1
+            if self._submitted.value == submitted:
+                poll = select.poll()
+                poll.register(wake, select.POLLIN)
+                for flow in blocked:
+                    poll.register(flow.socket, select.POLLOUT if flow.end.link.way.sends else select.POLLIN)
+                poll.poll()
+                with suppress(BlockingIOError):
+                    os.eventfd_read(wake)
+
+    def _move(self, channel: int, flows: Sequence[_Flow]) -> list[_Flow]:
+        """Pass all slices on that may pass now. Return the flows whose connections have to be waited for."""
+        blocked: dict[int, _Flow] = {}
+        has_moved = True
+        while has_moved:
+            has_moved = False
+            for number, flow in enumerate(flows):
+                while number not in blocked and flow.progress.may_pass(flow.end.link):
+                    try:
+                        count = self._send(channel, flow) if flow.end.link.way.sends else self._receive(flow)
+                    except OSError as error:
+                        way = "to" if flow.end.link.way.sends else "from"
+                        raise self._broken(channel, way, flow.end.peer, error) from error
+                    if count:
+                        has_moved = True
+                    else:
+                        blocked[number] = flow
+        return list(blocked.values())
+
+    def _send(self, channel: int, flow: _Flow) -> int:
+        """Send the next bytes of a slice; return how many the kernel took."""
+        sender, link = flow.end.sender, flow.end.link
+        assert sender is not None
+        number = flow.progress.passed(link)
+        part = flow.sequence.slice(number)
+        view = self._views[part.bucket][part.start : part.stop]
+        if not flow.offset:
+            is_tagged = self._tags(flow)
+            shadow_id = self._buckets[part.bucket].shadow_id if is_tagged else None
+            if is_tagged and number % len(flow.sequence.slices) == 0:
+                sender.plan(flow.chunks)
+            if part.chunk:
+                sender.begin_chunk(part.chunk, shadow_id)
+            if shadow_id is not None and self._on_tagged is not None:
+                self._on_tagged(self._tree.place.channels + channel, shadow_id, view)
+        count = sender.write_now(view[flow.offset :])
+        self._advance(flow, count, part.stop - part.start)
+        return count
+
+    def _tags(self, flow: _Flow) -> bool:
+        """Return whether a flow is tagged: a root's result."""
+        return flow.end.link.way is TreeWay.RESULT_OUT and flow.progress.is_root
+
+    def _receive(self, flow: _Flow) -> int:
+        """Receive the next bytes of a slice, and add the slice if it is whole; return how many came."""
+        receiver, link = flow.end.receiver, flow.end.link
+        assert receiver is not None
+        part = flow.sequence.slice(flow.progress.passed(link))
+        length = part.stop - part.start
+        arrival = flow.progress.arrival(link)
+        keeps = arrival is Arrival.KEEP
+        target: Any = self._views[part.bucket][part.start : part.stop] if keeps else flow.scratch_view
+        try:
+            count = receiver.recv_into(
+                target[flow.offset : length], length - flow.offset, socket.MSG_DONTWAIT
+            )
+        except BlockingIOError:
+            return 0
+        if not count:
+            raise ConnectionResetError("the connection ended")
+        if flow.offset + count == length and not keeps:
+            self._reduce(self._tensors[part.bucket], flow.scratch, part.start, part.stop, arrival)
+        self._advance(flow, count, length)
+        return count
+
+    def _advance(self, flow: _Flow, count: int, length: int) -> None:
+        flow.offset += count
+        if flow.offset == length:
+            flow.offset = 0
+            flow.progress.note_passed(flow.end.link)
