@@ -33,6 +33,7 @@ SUITES = {
     "control_plane": "switch.control_plane",
     "syn_flood": "switch.syn_flood",
     "allreduce": "training.allreduce",
+    "trees": "training.trees",
     "nccl_speed": "training.nccl_speed",
     "shadow_receive": "shadow.receive",
     "shadow_part_streams": "shadow.part_streams",

@@ -37,7 +37,7 @@ def measure() -> list[Result]:
         with Crew(lab) as crew:
             hosts = [(rank.name, rank.interface) for rank in lab.topology.ranks]
             ips = [str(nic.ip) for _, nic in hosts]
-            common = ["--ips", *ips, "--mib", *map(str, SIZES), "--rounds", str(ROUNDS)]
+            common = ["--ips", *ips, "--kib", *(str(1024 * mib) for mib in SIZES), "--rounds", str(ROUNDS)]
             members = []
             for number, (name, nic) in enumerate(hosts):
                 options = ["--rank", str(number), "--interface", nic.name]
@@ -58,7 +58,7 @@ def figures(outputs: list[dict[str, Any]]) -> list[Result]:
                 implementation: [
                     max(round_)
                     for round_ in zip(
-                        *(s["seconds"][str(mib)][main][implementation] for s in outputs), strict=True
+                        *(s["seconds"][str(1024 * mib)][main][implementation] for s in outputs), strict=True
                     )
                 ]
                 for implementation in ("ring", "gloo")

@@ -1,7 +1,7 @@
-"""One rank of `benchmarks.training.allreduce`: it times gloo's AllReduce and the ring's, and prints JSON.
+"""One rank of `benchmarks.training.allreduce` and `trees`: it times AllReduces, and prints JSON.
 
 python -m benchmarks.training.allreduce_rank --rank 0 --ips 10.0.0.1 10.0.0.2 --interface nic0 \\
-    --mib 8 --rounds 5
+    --kib 8192 --rounds 5
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,11 +25,16 @@ from checkmate.ring.connections import Ring, connect_ring
 from checkmate.ring.place import RingError, RingPlace
 from checkmate.state import dtype_name
 from checkmate.training.gradients.ring_reducer import RingReducer
+from checkmate.tree.connections import Tree, connect_tree
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
+from checkmate.wire.ring_sockets import TREE_PORT
+from checkmate.wire.schedule import RING_SLICING
+from checkmate.wire.tree import TREE_BYTES_MAX, TreeSlicing
 
 MAINS = ("idle", "busy")
 """The main thread meanwhile: it waits, or spins in Python."""
+CONTROL = "ring again"
 _SAMPLE_BYTES, _MAX_IN_A_ROW = 64 << 20, 8
 """Smaller tensors are reduced several times in a row, because the scheduling of a single one is random."""
 _CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
@@ -40,9 +46,11 @@ def main() -> int:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--ips", nargs="+", required=True, help="one per rank, in ring order")
     parser.add_argument("--interface", required=True, help="interface with this rank's address")
-    parser.add_argument("--mib", type=int, nargs="+", required=True, help="sizes of the tensor")
+    parser.add_argument("--kib", type=int, nargs="+", required=True, help="sizes of the tensor")
     parser.add_argument("--rounds", type=int, default=5, help="repetitions for each size and kind")
     parser.add_argument("--channels", type=int, default=2)
+    parser.add_argument("--trees", action="store_true", help="also time trees, and the ring a second time")
+    parser.add_argument("--mains", nargs="+", choices=MAINS, default=MAINS, help="the main thread meanwhile")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the ranks share one machine
     algorithm = same_congestion_control()
@@ -51,10 +59,16 @@ def main() -> int:
     dist.init_process_group(
         "gloo", init_method=f"tcp://{arguments.ips[0]}:46000", rank=arguments.rank, world_size=ranks
     )
-    with connect_ring(RingPlace(arguments.rank, arguments.ips, arguments.channels), timeout=_SECONDS) as ring:
-        for sender in ring.senders:
+    place = RingPlace(arguments.rank, arguments.ips, arguments.channels)
+    with contextlib.ExitStack() as stack:
+        ring, tree = stack.enter_context(connect_ring(place, timeout=_SECONDS)), None
+        if arguments.trees:
+            tree = stack.enter_context(connect_tree(replace(place, port=TREE_PORT), timeout=_SECONDS))
+        for sender in (*ring.senders, *(tree.senders if tree else ())):
             sender.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm.encode())
-        seconds = {mib: timings(ring, mib << 20, arguments.rounds) for mib in arguments.mib}
+        seconds = {
+            kib: timings(ring, tree, kib << 10, arguments.rounds, arguments.mains) for kib in arguments.kib
+        }
         ring.barrier()
     json.dump({"congestion_control": algorithm, "seconds": seconds}, sys.stdout)
     dist.destroy_process_group()
@@ -70,15 +84,21 @@ def same_congestion_control() -> str:
     return _CONTROL.read_text().strip()
 
 
-def timings(ring: Ring, nbytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+def timings(
+    ring: Ring, tree: Tree | None, nbytes: int, rounds: int, mains: Sequence[str]
+) -> dict[str, dict[str, list[float]]]:
     """Return the seconds of each AllReduce by main thread and implementation, without the first ones."""
     times = min(max(1, _SAMPLE_BYTES // nbytes), _MAX_IN_A_ROW)
-    samples: dict[str, dict[str, list[float]]] = {main: {"gloo": [], "ring": []} for main in MAINS}
     tensor = torch.zeros(nbytes // 4)
-    with ring_reduce(ring, tensor) as start_ring:
+    with contextlib.ExitStack() as stack:
+        start_ring = stack.enter_context(our_reduce(ring, None, tensor))
+        turns = [("gloo", gloo_reduce(tensor)), ("ring", start_ring)]
+        if tree is not None:
+            turns.append(("tree", stack.enter_context(our_reduce(ring, tree, tensor))))
+            turns.append((CONTROL, start_ring))
+        samples: dict[str, dict[str, list[float]]] = {main: {name: [] for name, _ in turns} for main in mains}
         for number in range(rounds + 1):
-            for main in MAINS:
-                turns = [("gloo", gloo_reduce(tensor)), ("ring", start_ring)]
+            for main in mains:
                 for implementation, start in turns if number % 2 else reversed(turns):
                     tensor.fill_(1.0)
                     seconds = time_reductions(start, times, busy=main == "busy")
@@ -119,8 +139,10 @@ def gloo_reduce(tensor: torch.Tensor) -> Callable[[], Callable[[bool], bool]]:
 
 
 @contextlib.contextmanager
-def ring_reduce(ring: Ring, tensor: torch.Tensor) -> Iterator[Callable[[], Callable[[bool], bool]]]:
-    """Yield the same function for the ring's AllReduce."""
+def our_reduce(
+    ring: Ring, tree: Tree | None, tensor: torch.Tensor
+) -> Iterator[Callable[[], Callable[[bool], bool]]]:
+    """Yield the same function for the AllReduce of the ring, or of trees."""
     finished = threading.Event()
     errors: list[RingError] = []
 
@@ -139,7 +161,9 @@ def ring_reduce(ring: Ring, tensor: torch.Tensor) -> Iterator[Callable[[], Calla
             raise errors[0]
         return is_finished
 
-    reducer = RingReducer(ring, make_layout([Parameter("", (len(tensor),), dtype_name(tensor.dtype))], 1))
+    slicing = RING_SLICING if tree is None else TreeSlicing(TREE_BYTES_MAX)
+    parameter = Parameter("", (len(tensor),), dtype_name(tensor.dtype))
+    reducer = RingReducer(ring, make_layout([parameter], 1, slicing=slicing), tree)
     reducer.tensors = [tensor]
     reducer.open(lambda _: finished.set(), fail)
     try:

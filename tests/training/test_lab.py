@@ -28,6 +28,7 @@ pytestmark = [
 ]
 
 TWO_RANKS = on_one_switch(2, (1, 1))
+FIVE_IN_TREES = on_one_switch(5, (1, 2), channels=2, collective="tree")
 TURNED = ("flat", "deep", "weight")
 PIPELINE: dict[str, Any] = {
     "title": "two stages of two ranks on two switches, each with a shadow node of its own",
@@ -86,7 +87,7 @@ def kill_and_resume(lab: TrainingLab, folder: Path, kill_at: int, **more: Any) -
 
 
 @pytest.mark.slow  # a quick one is in the fixed corpus of tests/chaos
-@pytest.mark.parametrize("topology", [TWO_RANKS, "single_tor"])
+@pytest.mark.parametrize("topology", [TWO_RANKS, "single_tor", FIVE_IN_TREES], ids=["two", "four", "trees"])
 def test_all_ranks_are_killed(topology: str | dict[str, Any], tmp_path: Path) -> None:
     """Parameters in channels_last, channels_last_3d and transposed keep their memory formats."""
     with training_lab(topology) as lab:
@@ -112,21 +113,23 @@ def test_hosts_with_two_ranks_each_are_killed(tmp_path: Path, nics: int) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hosts", "local", "options"),
+    ("hosts", "local", "collective", "options"),
     [
-        pytest.param(2, 2, {}, id="plain"),
-        pytest.param(2, 2, {"accumulate": 2, "turned": TURNED}, id="accumulated"),
-        pytest.param(2, 2, {"amp": True, "infinite": (2,), "autocast": True}, id="mixed precision"),
-        pytest.param(3, 2, {}, id="three hosts"),
-        pytest.param(2, 4, {}, id="four ranks a host"),
+        pytest.param(2, 2, "ring", {}, id="plain"),
+        pytest.param(2, 2, "ring", {"accumulate": 2, "turned": TURNED}, id="accumulated"),
+        pytest.param(2, 2, "ring", {"amp": True, "infinite": (2,), "autocast": True}, id="mixed precision"),
+        pytest.param(3, 2, "ring", {}, id="three hosts"),
+        pytest.param(3, 2, "tree", {}, id="three hosts in trees"),
+        pytest.param(2, 4, "ring", {}, id="four ranks a host"),
     ],
 )
 def test_all_ranks_of_several_hosts_train_one_model(
-    hosts: int, local: int, options: dict[str, Any], tmp_path: Path
+    hosts: int, local: int, collective: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Each DP group has a share of the model; nodes compare their share of all parameters and state."""
     groups = [{"hosts": [*range(hosts)]}] * local
-    with training_lab(TWO_HOSTS | {"hosts": [["tor"]] * hosts, "dp_groups": groups}) as lab:
+    changes = {"hosts": [["tor"]] * hosts, "dp_groups": groups, "collective": collective}
+    with training_lab(TWO_HOSTS | changes) as lab:
         kill_and_resume(lab, tmp_path, 4, iterations=8, together=True, **options)
         for node in lab.shadows.values():
             assert "differ" not in node.error_text()
@@ -184,14 +187,16 @@ class LabCase:
     kind: str
     implementation: str
     more: dict[str, Any]
+    collective: str = "ring"
 
     @property
     def topology(self) -> dict[str, Any]:
         nics = [1 + number % 2 for number in range(self.nodes)]
-        return on_one_switch(self.ranks, nics, channels=self.channels)
+        return on_one_switch(self.ranks, nics, channels=self.channels, collective=self.collective)
 
     def __str__(self) -> str:
-        return f"{self.ranks}-{self.channels}-{self.nodes}-{self.kind}-{self.implementation}"
+        sizes = f"{self.ranks}-{self.channels}-{self.nodes}"
+        return f"{sizes}-{self.kind}-{self.implementation}-{self.collective}"
 
 
 CASES = [
@@ -207,6 +212,8 @@ CASES = [
     LabCase(7, 1, 3, "SGD", "neither", {}),
     LabCase(7, 2, 1, "AdamW", "fused", {"amp": True, "infinite": (0, 4)}),
     LabCase(7, 2, 2, "Adam", "foreach", {"batch_norm": False}),
+    LabCase(5, 2, 2, "AdamW", "fused", {"accumulate": 2}, "tree"),
+    LabCase(6, 1, 3, "SGD", "foreach", {"amp": True, "infinite": (2,)}, "tree"),
 ]
 
 

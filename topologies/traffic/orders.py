@@ -53,11 +53,13 @@ def buckets(job: Job, group: int, load: Load) -> list[Bucket]:
     shards = job.shards(group)
     share = -(-load.nbytes // (load.iterations * len(job.dp_groups) * shards))
     per_shard = -(-share // BUCKET_BYTES)
+    least = tree_bytes(job) if job.has_trees(group) else 0  # larger buckets go around the ring
     sizes = list(_DTYPES)
     layout = []
     for number in range(per_shard * shards):
         size = sizes[number % len(sizes)]
-        layout.append(Bucket(-(-share // (per_shard * size)) + 3 * number + 1, size, number % shards))
+        elements = max(-(-share // (per_shard * size)), least // size) + 3 * number + 1
+        layout.append(Bucket(elements, size, number % shards))
     if job.has_trees(group):  # a small bucket of each shard, which its trees reduce
         layout += [Bucket(tree_bytes(job) // 8 + 1 + shard, 4, shard) for shard in range(shards)]
     return layout

@@ -1,0 +1,90 @@
+"""AllReduces over trees, the ring and gloo (fp32, untagged), in turns, on the links of a kernel bridge."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from statistics import median
+from typing import Any, Final
+
+from rich.progress import Progress
+
+from benchmarks.figures import Figure, Result, Skipped, ratios, spread95
+from benchmarks.switch.rings import bridge_instead
+from benchmarks.training.allreduce_rank import CONTROL
+from topologies.crew import Crew
+from topologies.describe.topology import build
+from topologies.lab import Lab
+
+TITLE: Final = (
+    "AllReduce over a kernel bridge, untagged, 1 channel: the trees' time / the ring's, pair by pair"
+)
+RANKS: Final = (4, 8, 16)
+SIZES: Final = (4, 16, 64, 256, 1024, 4096, 25 * 1024)
+"""KiB."""
+ROUNDS: Final = 25
+_SECONDS: Final = 600.0
+
+
+def measure() -> list[Result]:
+    """Measure in one run; the slowest rank's time counts."""
+    if os.geteuid() != 0:
+        return [Skipped("trees", "needs root, for network namespaces")]
+    results: list[Result] = []
+    with Progress(transient=True) as bar:
+        task = bar.add_task("trees", total=None)
+        for ranks in RANKS:
+            results += figures(ranks, _outputs(ranks, lambda: bar.advance(task)))
+    return results
+
+
+def _outputs(ranks: int, look: Any) -> list[dict[str, Any]]:
+    described = {
+        "title": f"{ranks} ranks on a switch",
+        "switches": ["tor"],
+        "dp_groups": [{"ranks": ["tor"] * ranks}],
+        "shadow_nodes": [["tor"]],
+    }
+    with Lab(build("trees", described), "softswitch", name="benchtrees") as lab:
+        bridge_instead(lab)
+        hosts = [(rank.name, rank.interface) for rank in lab.topology.ranks]
+        common = ["--ips", *(str(nic.ip) for _, nic in hosts), "--kib", *map(str, SIZES)]
+        common += ["--rounds", str(ROUNDS), "--channels", "1", "--trees", "--mains", "idle"]
+        with Crew(lab) as crew:
+            members = []
+            for number, (name, nic) in enumerate(hosts):
+                options = ["--rank", str(number), "--interface", nic.name]
+                argv = [sys.executable, "-m", "benchmarks.training.allreduce_rank", *options, *common]
+                members.append(crew.start(name, name, argv))
+            crew.finish(members, _SECONDS, look)
+            return [json.loads(member.output_text()) for member in members]
+
+
+def figures(ranks: int, outputs: list[dict[str, Any]]) -> list[Result]:
+    """Return the figures from the output of each rank."""
+    results: list[Result] = []
+    for kib in SIZES:
+        of_ranks = [output["seconds"][str(kib)]["idle"] for output in outputs]
+        seconds = {
+            name: [max(round_) for round_ in zip(*(rank[name] for rank in of_ranks), strict=True)]
+            for name in of_ranks[0]
+        }
+        size = f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
+        ms = {name: 1000 * median(times) for name, times in seconds.items()}
+        note = f"{ms['tree']:.2f} / {ms['ring']:.2f} ms; gloo {ms['gloo']:.2f} ms"
+        pairs = ratios(seconds["tree"], seconds["ring"])
+        results.append(
+            Figure(
+                f"{ranks} ranks, {size}: trees / ring",
+                pairs,
+                "",
+                smaller=True,
+                note=f"{note}; {spread95(pairs)}",
+            )
+        )
+        again = ratios(seconds[CONTROL], seconds["ring"])
+        results.append(
+            Figure(f"{ranks} ranks, {size}: control, ring / ring", again, "", note=spread95(again))
+        )
+    return results
