@@ -96,7 +96,7 @@ def job_data(
         },
         "channels": channels,
         "replicas": replicas,
-        **({} if collective == "ring" else {"collective": collective}),
+        **({} if collective == "ring" else {"collective": collective, "tree_bytes": 100_000}),
         **({} if lossless else {"lossless": False}),
         "dp_groups": dp_groups,
         "shadow_nodes": shadow_nodes,

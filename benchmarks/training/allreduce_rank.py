@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,17 +24,20 @@ import torch.distributed as dist
 from checkmate.ring.connections import Ring, connect_ring
 from checkmate.ring.place import RingError, RingPlace
 from checkmate.state import dtype_name
+from checkmate.tagger import Tagger
 from checkmate.training.gradients.ring_reducer import RingReducer
 from checkmate.tree.connections import Tree, connect_tree
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
 from checkmate.wire.ring_sockets import TREE_PORT
-from checkmate.wire.schedule import RING_SLICING
+from checkmate.wire.schedule import RING_SLICING, side_of
+from checkmate.wire.tag import CHANNELS_MAX
 from checkmate.wire.tree import TREE_BYTES_MAX, TreeSlicing
 
 MAINS = ("idle", "busy")
 """The main thread meanwhile: it waits, or spins in Python."""
 CONTROL = "ring again"
+TAGGED_PORT = 44000
 _SAMPLE_BYTES, _MAX_IN_A_ROW = 64 << 20, 8
 """Smaller tensors are reduced several times in a row, because the scheduling of a single one is random."""
 _CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
@@ -50,6 +53,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="repetitions for each size and kind")
     parser.add_argument("--channels", type=int, default=2)
     parser.add_argument("--trees", action="store_true", help="also time trees, and the ring a second time")
+    parser.add_argument("--tagged", action="store_true", help="also time tagged ones")
     parser.add_argument("--mains", nargs="+", choices=MAINS, default=MAINS, help="the main thread meanwhile")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the ranks share one machine
@@ -61,13 +65,25 @@ def main() -> int:
     )
     place = RingPlace(arguments.rank, arguments.ips, arguments.channels)
     with contextlib.ExitStack() as stack:
-        ring, tree = stack.enter_context(connect_ring(place, timeout=_SECONDS)), None
+        ring = stack.enter_context(connect_ring(place, timeout=_SECONDS))
+        networks: dict[str, tuple[Ring, Tree | None]] = {"ring": (ring, None)}
         if arguments.trees:
-            tree = stack.enter_context(connect_tree(replace(place, port=TREE_PORT), timeout=_SECONDS))
-        for sender in (*ring.senders, *(tree.senders if tree else ())):
+            beside = replace(place, port=TREE_PORT)
+            networks["tree"] = ring, stack.enter_context(connect_tree(beside, timeout=_SECONDS))
+            networks[CONTROL] = ring, None
+        if arguments.tagged:
+            tags = side_of(ranks, arguments.rank) is not None
+            tagger = stack.enter_context(Tagger.attach()) if tags else None
+            tagged = connect_ring(replace(place, port=TAGGED_PORT), tagger, _SECONDS)
+            networks["tagged ring"] = stack.enter_context(tagged), None
+            beside = replace(place, port=TAGGED_PORT + CHANNELS_MAX)
+            networks["tagged tree"] = ring, stack.enter_context(connect_tree(beside, tagger, _SECONDS))
+        for sender in (
+            s for pair in networks.values() for network in pair if network for s in network.senders
+        ):
             sender.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm.encode())
         seconds = {
-            kib: timings(ring, tree, kib << 10, arguments.rounds, arguments.mains) for kib in arguments.kib
+            kib: timings(networks, kib << 10, arguments.rounds, arguments.mains) for kib in arguments.kib
         }
         ring.barrier()
     json.dump({"congestion_control": algorithm, "seconds": seconds}, sys.stdout)
@@ -85,17 +101,18 @@ def same_congestion_control() -> str:
 
 
 def timings(
-    ring: Ring, tree: Tree | None, nbytes: int, rounds: int, mains: Sequence[str]
+    networks: Mapping[str, tuple[Ring, Tree | None]], nbytes: int, rounds: int, mains: Sequence[str]
 ) -> dict[str, dict[str, list[float]]]:
     """Return the seconds of each AllReduce by main thread and implementation, without the first ones."""
     times = min(max(1, _SAMPLE_BYTES // nbytes), _MAX_IN_A_ROW)
     tensor = torch.zeros(nbytes // 4)
     with contextlib.ExitStack() as stack:
-        start_ring = stack.enter_context(our_reduce(ring, None, tensor))
-        turns = [("gloo", gloo_reduce(tensor)), ("ring", start_ring)]
-        if tree is not None:
-            turns.append(("tree", stack.enter_context(our_reduce(ring, tree, tensor))))
-            turns.append((CONTROL, start_ring))
+        starts = {"gloo": gloo_reduce(tensor)}
+        for name, (ring, tree) in networks.items():
+            again = name == CONTROL
+            reduce = starts["ring"] if again else stack.enter_context(our_reduce(ring, tree, tensor))
+            starts[name] = reduce
+        turns = list(starts.items())
         samples: dict[str, dict[str, list[float]]] = {main: {name: [] for name, _ in turns} for main in mains}
         for number in range(rounds + 1):
             for main in mains:

@@ -24,6 +24,12 @@ RANKS: Final = (4, 8, 16)
 SIZES: Final = (4, 16, 64, 256, 1024, 4096, 25 * 1024)
 """KiB."""
 ROUNDS: Final = 25
+PAIRS: Final = (
+    ("trees, tagged / untagged", "tagged tree", "tree"),
+    ("ring, tagged / untagged", "tagged ring", "ring"),
+    ("control, ring / ring", CONTROL, "ring"),
+)
+"""What is compared besides, and with what."""
 _SECONDS: Final = 600.0
 
 
@@ -50,7 +56,7 @@ def _outputs(ranks: int, look: Any) -> list[dict[str, Any]]:
         bridge_instead(lab)
         hosts = [(rank.name, rank.interface) for rank in lab.topology.ranks]
         common = ["--ips", *(str(nic.ip) for _, nic in hosts), "--kib", *map(str, SIZES)]
-        common += ["--rounds", str(ROUNDS), "--channels", "1", "--trees", "--mains", "idle"]
+        common += ["--rounds", str(ROUNDS), "--channels", "1", "--trees", "--tagged", "--mains", "idle"]
         with Crew(lab) as crew:
             members = []
             for number, (name, nic) in enumerate(hosts):
@@ -83,8 +89,8 @@ def figures(ranks: int, outputs: list[dict[str, Any]]) -> list[Result]:
                 note=f"{note}; {spread95(pairs)}",
             )
         )
-        again = ratios(seconds[CONTROL], seconds["ring"])
-        results.append(
-            Figure(f"{ranks} ranks, {size}: control, ring / ring", again, "", note=spread95(again))
-        )
+        for name, first, second in PAIRS:
+            pairs = ratios(seconds[first], seconds[second])
+            figure = Figure(f"{ranks} ranks, {size}: {name}", pairs, "", note=spread95(pairs))
+            results.append(figure)
     return results

@@ -51,7 +51,7 @@ from checkmate.job.fields import (
 )
 from checkmate.job.tofino import chips
 from checkmate.wire import tag as wire
-from checkmate.wire.tree import MIN_RANKS, TREE_BYTES_MAX
+from checkmate.wire.tree import FASTER_RANKS, MIN_RANKS, TREE_BYTES_MAX
 
 JOB_VARIABLE: Final = "CHECKMATE_JOB"
 """The environment variable with the path of a script's job file, and of that of commands by default."""
@@ -366,7 +366,8 @@ class Job(Frozen):
 
     def has_trees(self, group: int) -> bool:
         """Return whether a DP group has trees beside its ring."""
-        return self.collective == "tree" and len(self.dp_groups[group].ranks) >= MIN_RANKS
+        least = FASTER_RANKS if self.tree_bytes is None else MIN_RANKS
+        return self.collective == "tree" and len(self.dp_groups[group].ranks) >= least
 
     def stream_channels(self, group: int) -> int:
         """Return the number of channels that a DP group's streams have: of its ring, and of its trees."""

@@ -30,6 +30,8 @@ TREE_BYTES_MAX: Final = 1 << 31
 """Half of a bucket is a chunk, whose length has 31 bits."""
 MIN_RANKS: Final = 3
 """With two ranks, trees and ring send the same bytes, so the ring has them all."""
+FASTER_RANKS: Final = 8
+"""From this number on, trees are faster (docs/figures.md); smaller groups have none by default."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,7 @@ def _copied_by_hosts(draw: _Draw, network: NetworkSpec) -> NetworkSpec:
         nodes=(1,) * len(network.nodes),
         loss=0.0,
         copy_loss=0.0,
+        trees=False,
     )
 
 
@@ -139,15 +140,19 @@ def _switched(draw: _Draw) -> NetworkSpec:
     nodes = draw.of("nodes").choice((1, 2, 2, 3))
     ranks = draw.of("ranks").choice(_RANKS)
     shards = draw.of("how many shards").choice((2, 2, 3)) if draw.has("shards", 0.25) else 1
+    ranks = ranks if shards == 1 else min(ranks, 5 - shards)
+    trees = ranks > 2 and draw.has("trees", 0.3)
+    loses = not trees and draw.has("copy-loss", 0.25)
     return NetworkSpec(
-        ranks=ranks if shards == 1 else min(ranks, 5 - shards),
+        ranks=ranks,
         shards=shards,
         switches=draw.of("how many switches").choice((2, 3)) if draw.has("switches", 0.25) else 1,
         channels=2 if draw.has("channels", 0.4) else 1,
         nodes=tuple(draw.of(f"nics of {node}").choice((1, 1, 2)) for node in range(nodes)),
         replicas=2 if nodes > 1 and draw.has("replicas", 0.4) else 1,
         loss=draw.of("loss").choice((0.005, 0.01)) if draw.has("packet-loss", 0.1) else 0.0,
-        copy_loss=draw.of("copy loss").choice((0.001, 0.01, 0.05)) if draw.has("copy-loss", 0.25) else 0.0,
+        copy_loss=draw.of("copy loss").choice((0.001, 0.01, 0.05)) if loses else 0.0,
+        trees=trees,
         every=draw.of("every").choice((3, 10)) if draw.has("disk", 0.15) else 0,
         together=shards > 1 and draw.has("together", 0.4),
     )

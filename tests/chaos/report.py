@@ -23,6 +23,7 @@ def describe(scenario: Scenario) -> list[tuple[str, str]]:
     extras += ["keeping"] if network.keeping else []
     extras += [f"loss {network.loss:g}"] if network.loss else []
     extras += [f"loss of copies {network.copy_loss:g}"] if network.copy_loss else []
+    extras += ["trees"] if network.trees else []
     extras += [f"consolidate --every {network.every}"] if network.every else []
     training = [f"{model.iterations} iterations", f"pause {model.pause:g} s", f"boundary {model.boundary}"]
     training += [f"clip {model.clip:g} (norm {model.clip_norm:g})"] if model.clip else []

@@ -48,6 +48,7 @@ FEATURES: Final[Mapping[str, str]] = {
     "replicas": "two holders of each shard",
     "packet-loss": "training links that lose frames",
     "copy-loss": "frames that are lost between switches and shadow nodes, which ranks send again",
+    "trees": "buckets that go over a double binary tree, with three ranks or more",
     "disk": "consolidate --every beside training",
     "rank-kills": "kill -9 of a rank",
     "double-kills": "kill -9 of another rank while the job starts again",
@@ -123,6 +124,7 @@ class NetworkSpec:
     recovery: str = "restart"
     keeping: bool = False
     copy_loss: float = 0.0
+    trees: bool = False
 
     @property
     def in_place(self) -> bool:
@@ -164,6 +166,7 @@ class NetworkSpec:
             "switches": names,
             "links": [[a, b] for a, b in itertools.pairwise(names)],
             "lossless": not self.copy_loss,
+            **({"collective": "tree", "tree_bytes": 20_000} if self.trees else {}),
             **ranks,
             "shadow_nodes": [[names[node % self.switches]] * count for node, count in enumerate(self.nodes)],
         }

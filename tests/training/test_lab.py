@@ -129,7 +129,8 @@ def test_all_ranks_of_several_hosts_train_one_model(
     """Each DP group has a share of the model; nodes compare their share of all parameters and state."""
     groups = [{"hosts": [*range(hosts)]}] * local
     changes = {"hosts": [["tor"]] * hosts, "dp_groups": groups, "collective": collective}
-    with training_lab(TWO_HOSTS | changes) as lab:
+    trees = {"tree_bytes": 262144} if collective == "tree" else {}
+    with training_lab(TWO_HOSTS | changes | trees) as lab:
         kill_and_resume(lab, tmp_path, 4, iterations=8, together=True, **options)
         for node in lab.shadows.values():
             assert "differ" not in node.error_text()

@@ -14,7 +14,7 @@ def on_one_switch(
         "title": f"a ring of {ranks} on a switch",
         "channels": channels,
         "replicas": replicas,
-        "collective": collective,
+        **({} if collective == "ring" else {"collective": collective, "tree_bytes": 262144}),
         "switches": ["tor"],
         "dp_groups": [{"ranks": ["tor"] * ranks}],
         "shadow_nodes": [["tor"] * count for count in nics],
