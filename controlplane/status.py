@@ -37,6 +37,7 @@ class StreamStatus:
     dp_group: int
     dp_group_name: str
     side: int
+    in_trees: bool
     channel: int
     shadow_id: int
     shard: int
@@ -98,6 +99,7 @@ async def read_status(
                 stream.boundary.group,
                 names[stream.boundary.job, stream.boundary.group],
                 stream.boundary.side,
+                stream.boundary.in_trees,
                 stream.channel,
                 stream.shadow_id,
                 stream.shard,

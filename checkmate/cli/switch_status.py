@@ -194,7 +194,7 @@ def _job_table(status: SwitchStatus, job: str) -> FittedTable:
     for stream in sorted((s for s in status.streams if s.job == job), key=_order):
         table.add_row(
             stream.dp_group_name,
-            SIDES[stream.side],
+            SIDES[stream.side] + (", trees" if stream.in_trees else ""),
             str(stream.channel),
             f"{stream.shard}" + (f" #{stream.replication_id}" if stream.replication_id > 1 else ""),
             str(stream.shadow_node),

@@ -34,6 +34,11 @@ class Boundary:
     """The shadow id of the group's shard 0 on the wire."""
 
     @property
+    def in_trees(self) -> bool:
+        """Whether the hop is from a root to its child, rather than of the ring."""
+        return self.channels.start > 0
+
+    @property
     def pair(self) -> AddressPair:
         """Source and destination address of its segments, which other groups' boundaries may have, too."""
         return self.source.ip, self.destination.ip

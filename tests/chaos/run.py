@@ -9,8 +9,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ def run(
         folder = Path(temporary)
         try:
             with (
+                _harmless(signal.SIGUSR1),  # ranks are asked for their stacks, perhaps before they have begun
                 ForkedLab(
                     topology,
                     name=name,
@@ -98,6 +99,16 @@ def run(
             labs.down(name)
     outcome.seconds = time.monotonic() - began
     return outcome
+
+
+@contextmanager
+def _harmless(number: signal.Signals) -> Iterator[None]:
+    """Have processes that are started meanwhile ignore a signal until they handle it."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def crew_logs(world: ChaosWorld, outcome: TrialOutcome) -> None:

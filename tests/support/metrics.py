@@ -32,7 +32,7 @@ NODE = pb.NodeStatus(
     job="gpt", node=5, holds=[HOLD], nics=[pb.NicStatus(ip="10.0.2.1", bytes=99)], waited_seconds=0.25
 )
 STREAM = StreamStatus(
-    "gpt", 0, "replica 0", 1, 2, 3, 4, 1, 5, "10.0.2.1", "tor", True, 7, 10, 1000, 2, 200
+    "gpt", 0, "replica 0", 1, False, 2, 3, 4, 1, 5, "10.0.2.1", "tor", True, 7, 10, 1000, 2, 200
 )  # fmt: skip
 STATUS = SwitchStatus(
     "tor",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final, Self, TypeVar
 
 from torch import nn
 
 from checkmate import Restored
+from checkmate.job.boundaries import slicing
 from checkmate.job.schema import Rank
 from checkmate.ring.connections import connect_ring
-from checkmate.ring.place import RingPlace, host_ports, ring_ports
+from checkmate.ring.place import RingPlace, host_ports, ring_ports, tree_ports
 from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge
 from checkmate.training.gradients.reducer import Reducer
 from checkmate.training.gradients.ring_reducer import RingReducer
@@ -19,8 +21,8 @@ from checkmate.training.gradients.setup import reducing_front
 from checkmate.training.model.choosing import model_of
 from checkmate.training.start.named_job import named_job
 from checkmate.training.start.places import Place, join, lay_out_shares
+from checkmate.tree.connections import Tree, connect_tree
 from checkmate.wire.layout import Layout
-from checkmate.wire.schedule import RING_SLICING
 
 Batch = TypeVar("Batch")
 
@@ -58,7 +60,7 @@ _PORTS: Final = 1000
 
 
 class Untagged(Unprotected):
-    """Replacement of `checkmate.protect`: the same ring and bits, without tags, records and shadow nodes."""
+    """Replacement of `checkmate.protect`: the same reduction and bits, without tags, records and shadow nodes."""
 
     def __init__(self, module: nn.Module, *_: Any, ring: int = 0, loopback: bool = False, **__: Any) -> None:
         """Connect it.
@@ -70,7 +72,7 @@ class Untagged(Unprotected):
         """
         model = model_of(module)
         session = join(model, named_job())
-        layouts = lay_out_shares(model, session, RING_SLICING)
+        layouts = lay_out_shares(model, session, slicing(session.job, session.group))
         layout = layouts[session.group]
         place = RingPlace(
             session.position,
@@ -83,9 +85,8 @@ class Untagged(Unprotected):
         pinned = next(iter(model.trained().values())).is_cuda
         divisor = session.replicas if model.averages else 1
         with contextlib.ExitStack() as undo:
-            inner = RingReducer(
-                undo.enter_context(connect_ring(place)), layout, pinned=pinned, divisor=divisor
-            )
+            connections = undo.enter_context(connect_ring(place)), layout, _tree(session, place, ring, undo)
+            inner = RingReducer(*connections, pinned=pinned, divisor=divisor)
             reducer: Reducer = inner
             if session.together:
                 rings = undo.enter_context(HostRings(_host_place(session, layouts, ring, loopback)))
@@ -99,6 +100,14 @@ class Untagged(Unprotected):
     def close(self) -> None:
         """Close the rings."""
         self._undo.close()
+
+
+def _tree(session: Place, place: RingPlace, ring: int, undo: contextlib.ExitStack) -> Tree | None:
+    """Connect the trees, if the job has any; `undo` closes the connections."""
+    if not session.job.has_trees(session.group):
+        return None
+    ports = [port - ring * _PORTS for port in tree_ports(session.job, session.group)]
+    return undo.enter_context(connect_tree(replace(place, ports=ports)))
 
 
 def _addresses(ranks: Iterable[Rank], loopback: bool) -> list[str]:
