@@ -203,6 +203,24 @@ def test_a_misspelt_switch_of_the_first_rank_is_the_only_fault(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("change", "path", "words"),
+    [
+        ({"collective": "tree", "channels": 5}, "channels", "both together 8 at most: 1 to 4"),
+        ({"tree_bytes": 9}, "tree_bytes", "is for collective: tree, and this is ring: remove it"),
+        ({"collective": "tree", "tree_bytes": -1}, "tree_bytes", "must be from 0 to 2147483648, not -1"),
+        ({"collective": "tree", "lossless": False}, "lossless", "with collective: tree, the network must be"),
+        ({"collective": "nccl", "lossless": False}, "lossless", "with collective: nccl, the network must be"),
+    ],
+)
+def test_what_a_collective_cannot_do_is_told(
+    tmp_path: Path, change: dict[str, Any], path: str, words: str
+) -> None:
+    messages = faults(write(tmp_path, {**RIGHT, **change}))
+    assert words in messages.pop(path)
+    assert not messages
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("job: [", "a '[' or '{' is not closed correctly"),

@@ -112,6 +112,9 @@ def faults_of(change: dict[str, Any]) -> list[tuple[str, str]]:
             "dp_groups[0].shadow_nodes[0]",
             "must be at least 0",
         ),
+        ({"collective": "tree", "channels": 5}, "channels", "both together 8 at most: 1 to 4"),
+        ({"tree_bytes": 9}, "tree_bytes", "is for collective: tree, and this is ring: remove it"),
+        ({"collective": "tree", "lossless": False}, "lossless", "false is for collective: ring"),
         ({"replicas": 3}, "replicas", "3 replicas need as many shadow nodes; dp_groups[0] has 2"),
         (
             {"replicas": 2, "dp_groups": [{"ranks": RING}, {"ranks": RING, "shadow_nodes": [1]}]},

@@ -60,7 +60,7 @@ _PORTS: Final = 1000
 
 
 class Untagged(Unprotected):
-    """Replacement of `checkmate.protect`: the same reduction and bits, without tags, records and shadow nodes."""
+    """Replacement of `checkmate.protect`: the same reduction, without tags, records and shadow nodes."""
 
     def __init__(self, module: nn.Module, *_: Any, ring: int = 0, loopback: bool = False, **__: Any) -> None:
         """Connect it.

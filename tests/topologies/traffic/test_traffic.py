@@ -21,7 +21,7 @@ from tests.support.labs.live import alive, needs_bmv2, needs_clang, needs_root
 from tests.support.labs.made import on_one_switch
 from tests.support.labs.remains import LAB_COMMAND, ROOT
 from topologies import state
-from topologies.crew import Crew, serving
+from topologies.crew import Crew, serving, status
 from topologies.describe.job_files import Target
 from topologies.describe.topology import LabError, build, load
 from topologies.kernel import cgroups, loss, namespaces
@@ -79,6 +79,20 @@ def test_loss_from_the_first_segment_on_costs_no_stream_a_byte(name: str) -> Non
     assert "rings gather 10 MB" in result.stderr
     assert not namespaces.of_lab(name)
     assert not state.folder(name).exists()
+
+
+def test_a_root_tags_once_what_goes_over_trees(name: str) -> None:
+    """Small buckets have streams of their own, and all streams are equal at both ends."""
+    three = build("three", on_one_switch(3, (1, 2), channels=2, collective="tree"))
+    with Lab(three, name=name) as lab, Crew(lab) as crew, serving(crew):
+        data = Traffic(crew, Load(nbytes=8_000_000)).run().data()
+        streams = status(crew)[0]["streams"]
+    check_document("lab-run", data)
+    assert data["good"] and data["tagged_bytes"] == data["gathered_bytes"]
+    assert {rank["verified"] for rank in data["ranks"]} == {4}
+    rows = {(row["side"], row["channel"]) for row in data["streams"] if row["equal"]}
+    assert rows == {(side, channel) for side in (0, 1) for channel in range(4)}
+    assert {stream["channel"] for stream in streams if stream["in_trees"]} == {2, 3}
 
 
 @pytest.mark.slow
