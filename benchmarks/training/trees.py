@@ -23,7 +23,7 @@ TITLE: Final = (
 RANKS: Final = (4, 8, 16)
 SIZES: Final = (4, 16, 64, 256, 1024, 4096, 25 * 1024)
 """KiB."""
-ROUNDS: Final = 25
+ROUNDS: Final = 15
 PAIRS: Final = (
     ("trees, tagged / untagged", "tagged tree", "tree"),
     ("ring, tagged / untagged", "tagged ring", "ring"),
