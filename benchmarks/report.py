@@ -31,7 +31,6 @@ PLOTTED: Final[Mapping[str, tuple[str, str]]] = {
     "iteration": ("", "iteration time, as a ratio"),
     "recovery": ("s", "seconds"),
     "allreduce": ("", "time of the ring's AllReduce / gloo's"),
-    "trees": ("", "time of the trees' AllReduce / the ring's"),
     "control_plane": ("s", "seconds"),
 }
 """By benchmark: the unit of the figures that a plot shows, and the label of its axis."""
