@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -149,14 +149,26 @@ def held_states(job: Job, answers: Answers) -> list[HeldState]:
     states = {b"": HeldState(job, own_ranks, False, _answers_of(own_ranks, answers))}
     for digest, ranks in tables.items():
         states[digest] = HeldState(job_of(job, ranks), ranks, True, _answers_of(ranks, answers))
-    newest = newest_beginnings(hold for of_ranks in holds.values() for hold in of_ranks)
+    return [states[digest] for digest in _by_age(holds) if digest in states]
 
-    def age(digest: bytes) -> tuple[bool, int]:
-        beginnings = {beginning_of(hold) for hold in holds[digest]}
-        greatest = max((beginning.generation for beginning in beginnings), default=0)
-        return beginnings.isdisjoint(newest), -greatest
 
-    return [states[digest] for digest in sorted(states, key=age)]
+def _by_age(holds: Mapping[bytes, Sequence[pb.HoldStatus]]) -> list[bytes]:
+    """Return the digests of ranks in the order of their starts of training, the newest first.
+
+    Incarnations wrap, so that one is newer only among those that are there. Ranks without holds come last.
+    """
+    remaining, order = dict(holds), list[bytes]()
+    while remaining:
+        newest = set(newest_beginnings(hold for of_ranks in remaining.values() for hold in of_ranks))
+        following = [
+            digest
+            for digest, of_ranks in remaining.items()
+            if not newest or not newest.isdisjoint(map(beginning_of, of_ranks))
+        ]
+        order += following
+        for digest in following:
+            del remaining[digest]
+    return order
 
 
 def _statuses(answer: pb.NodeStatus | str) -> list[pb.NodeStatus]:

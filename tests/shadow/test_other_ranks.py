@@ -212,6 +212,32 @@ def test_what_nodes_hold_is_told_by_ranks(tmp_path: Path) -> None:
         job_of(job, former)
 
 
+@pytest.mark.parametrize("incarnations", [(3, 5, 7), (250, 2, 4)], ids=["in order", "wrapped"])
+def test_of_several_former_ranks_the_newest_start_comes_first(
+    incarnations: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """All of one run: a node that was away has what the others had two restarts ago."""
+    job = read_job(write(tmp_path, meshed(shard=2)))
+    nodes = [node.id for node in job.shadow_nodes]
+    tables = [
+        pb.JobRanks(groups=[pb.GroupRanks(ranks=range(n), hosts=[""] * n, shadow_nodes=nodes)])
+        for n in (5, 3)
+    ]
+    holds = [
+        pb.HoldStatus(seeded=True, stepped=4, in_full=4, generation=1, incarnation=incarnation)
+        for incarnation in incarnations
+    ]
+    answers: dict[int, pb.NodeStatus | str] = {
+        number: pb.NodeStatus(job_ranks=ranks, holds=[status])
+        for number, (ranks, status) in enumerate(zip([*tables, job_ranks(job)], holds, strict=True))
+    }
+    by_age = [
+        [status.incarnation for answer in state.answers.values() for status in getattr(answer, "holds", ())]
+        for state in held_states(job, answers)
+    ]
+    assert by_age == [[incarnation] for incarnation in reversed(incarnations)]
+
+
 @pytest.mark.parametrize("nonsense", [{"hosts": []}, {"shadow_nodes": []}, {"mesh": {"pp": 2}}])
 def test_ranks_that_no_job_has_are_refused(nonsense: dict[str, object], tmp_path: Path) -> None:
     job = read_job(write(tmp_path, meshed(shard=2)))
