@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -357,6 +358,45 @@ def test_a_start_with_other_ranks_has_the_node_read_its_file(tmp_path: Path) -> 
         status = node_status(here.nodes[0].node, job.job)
         assert status.former.job_ranks == job_ranks(here.job)
         assert [hold.streams for hold in status.holds] == [2]
+
+
+@needs_buffers
+def test_calls_of_one_start_take_up_its_ranks_once(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups that begin between two of them stay."""
+    stopped(here)
+    job, node = with_ranks(here.job, 2), here.nodes[0].node
+    times: list[float] = []
+    waits: list[float] = []
+    take_up, quiet = node.state.take_up, node.quiet
+
+    def noted(timeout: float) -> bool:
+        waits.append(timeout)
+        return quiet(timeout)
+
+    def counted(to_follow: Job, now: float) -> None:
+        times.append(now)
+        take_up(to_follow, now)
+
+    monkeypatch.setattr(node.state, "take_up", counted)
+    monkeypatch.setattr(node, "quiet", noted)
+    with node.state_changed:
+        node._stepping = True  # so that both wait for its end
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(node.take_up, job) for _ in range(2)]
+        wait_until(lambda: len(waits) == 2, "both calls")
+        with node.state_changed:
+            node._stepping = False
+            node.state_changed.notify_all()
+        for call in calls:
+            call.result(20)
+    assert len(times) == 1
+    training = SmallTraining(job, here.copies)
+    training.start, training.incarnation, training.first = b"of two ranks".ljust(16), 1, LAST + 1
+    training.iteration = LAST
+    training.begin([0])
+    node.take_up(job)
+    assert [hold.streams for hold in here.status(0).holds] == [2]
+    training.close()
 
 
 @needs_buffers

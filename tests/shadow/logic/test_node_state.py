@@ -22,7 +22,7 @@ from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold import AHEAD, Hold, HoldSnapshot, Stepped, StreamState
 from checkmate.shadow.logic.node_state import MAX_DOUBTS, NodeState
 from checkmate.shadow.logic.records import Records
-from checkmate.shadow.logic.starts import SILENT_SECONDS
+from checkmate.shadow.logic.starts import SILENT_SECONDS, StartEnded
 from checkmate.shadow.receive.hold_plans import SETS, hold_plans
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter
@@ -555,3 +555,18 @@ def test_what_was_noticed_before_a_start_tells_nothing_about_it() -> None:
         node.state.superseded(part_of(group.begin), f"10.0.0.{seconds:g}", 100.0 + seconds)
     hosts = ["10.0.0.11", "10.0.0.11.1", "10.0.0.13"]
     assert node.state.older_starts.hosts == hosts, "it goes on beside this one, too"
+
+
+def test_a_start_whose_ranks_are_dropped_cannot_begin_again() -> None:
+    """Its trainers may still ask for it: their `Begin` came before that of the ranks in its place."""
+    job = local_job(nodes=1, ranks=RANKS + 1)
+    (group,) = job.dp_groups
+    node = SimulatedNode(replace(job, dp_groups=(replace(group, ranks=group.ranks[:RANKS]),)), 0)
+    begin = node.state.groups[0].begin
+    node.state.ended_starts.check(begin, node.state.generation)
+    node.state.take_up(job, node.now)
+    assert not node.state.groups
+    with pytest.raises(StartEnded):
+        node.state.ended_starts.check(begin, node.state.generation)
+    part = pb.RecordPart(iteration=0, run=begin.run, start=begin.start)
+    assert node.state.superseded(part, "10.0.0.1", node.now) is not None
