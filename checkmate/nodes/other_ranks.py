@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
@@ -61,9 +62,9 @@ def job_of(job: Job, ranks: pb.JobRanks) -> Job:
         OtherRanks: A node that holds a part of that state is not in the job any more.
     """
     nodes = {node.id for node in job.shadow_nodes}
+    if not _is_of_a_job(ranks):
+        raise OtherRanks("a shadow node holds the state of ranks that no job has")
     for group in ranks.groups:
-        if len(group.hosts) != len(group.ranks) or not (group.ranks and group.shadow_nodes):
-            raise OtherRanks("a shadow node holds the state of ranks that no job has")
         if gone := sorted(set(group.shadow_nodes) - nodes):
             raise OtherRanks(
                 f"shadow node {gone[0]}, which holds a part of the state, is not in the job file any more: "
@@ -79,11 +80,25 @@ def job_of(job: Job, ranks: pb.JobRanks) -> Job:
         )
         for group in ranks.groups
     )
-    if ranks.mesh and (set(ranks.mesh) != set(_MESH) or not all(ranks.mesh.values())):
-        raise OtherRanks("a shadow node holds the state of a mesh that no job has")
     mesh = Mesh(**dict(ranks.mesh)) if ranks.mesh else None
     present = tuple(ranks.present)
     return with_present(job, present, mesh=mesh, dp_groups=groups, replicas=ranks.replicas or 1)
+
+
+def _is_of_a_job(ranks: pb.JobRanks) -> bool:
+    """Return whether a job can have these ranks, which a node has told: nothing is made for others."""
+    numbers = [rank for group in ranks.groups for rank in group.ranks]
+    present = list(ranks.present)
+    if not numbers or len(set(numbers)) < len(numbers) or present != sorted(set(present)):
+        return False
+    if ranks.mesh and (set(ranks.mesh) != set(_MESH) or math.prod(ranks.mesh.values()) != len(numbers)):
+        return False
+    return all(
+        len(group.hosts) == len(group.ranks)
+        and len(group.ranks) == (len(present) or len(group.ranks))
+        and max(ranks.replicas, 1) <= len(group.shadow_nodes) == len(set(group.shadow_nodes))
+        for group in ranks.groups
+    )
 
 
 def is_part_of(whole: Job, ranks: pb.JobRanks) -> bool:

@@ -9,6 +9,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from checkmate.base.wording import shortened
+from checkmate.wire.tag import SHARDS_MAX
 
 PROTOCOL: Final = 12
 """The version of messages, records, layouts and checkpoints. What lacks a version has 0, and is older.
@@ -43,6 +44,8 @@ _TEXTS_MAX: Final = 64
 """Texts in one list of an answer, such as a node's troubles."""
 _MESSAGES_MAX: Final = 1 << 16
 """Messages in one list of an answer, such as a node's shards."""
+_NUMBERS_MAX: Final = 1 << 18
+"""Numbers in one list of an answer: the ranks of a job, or the parameters of a layout."""
 
 
 def mismatch(version: int, them: str, us: str) -> str:
@@ -73,6 +76,8 @@ def bounded(answer: Message) -> str:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             continue  # the ranks of a mesh, by dimension: compared with the caller's, and not used
         if field.type == FieldDescriptor.TYPE_UINT32 and repeated:
+            if len(value) > _NUMBERS_MAX:
+                return f"{field.name} has {len(value)} numbers, and may have {_NUMBERS_MAX}"
             continue  # ranks and parameters, which callers look up in the job and the layout
         if field.type == FieldDescriptor.TYPE_STRING and repeated:
             texts = [shortened(text, REFUSAL_MAX) for text in value[:_TEXTS_MAX]]
@@ -101,6 +106,8 @@ def _wrong(field: FieldDescriptor, value: object) -> str:
         low, high = 0, INCARNATIONS - 1
     elif field.name in ("generation", "discarded"):
         low, high = 0, GENERATIONS_MAX
+    elif field.name == "replicas":
+        low, high = 0, SHARDS_MAX
     elif isinstance(value, float) and not math.isfinite(value):
         return f"{field.name} is {value}"
     else:

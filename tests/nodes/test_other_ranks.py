@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
 from checkmate.job.files import read_job
+from checkmate.job.partial import PartialJob
 from checkmate.job.schema import Job
 from checkmate.job.validation import of_data
-from checkmate.nodes.other_ranks import difference, job_ranks, other_ranks
+from checkmate.nodes.other_ranks import OtherRanks, difference, job_of, job_ranks, other_ranks
+from checkmate.nodes.standing import holders_of
 from checkmate.rpc import shadow_pb2 as pb
 from testbed.jobs import job_data
+from tests.support.fuzz import fuzz, messages
 from tests.support.job_files import meshed, write
 from tests.support.shadow.standings import hold, node
 
@@ -85,3 +90,55 @@ def test_the_node_and_both_meshes_are_named(tmp_path: Path) -> None:
         "shadow node 1 (192.168.100.1:7000) holds a state at iteration 6, and its job file has a mesh with "
         "dp_shard 2 and tp 1, but the job now has a mesh with dp_shard 1 and tp 2"
     )
+
+
+NUMBERS = st.sampled_from([0, 1, 2, 3, (1 << 32) - 1])
+
+
+@fuzz(
+    100,
+    ranks=messages(
+        pb.JobRanks,
+        ranks=NUMBERS,
+        hosts=st.just("a"),
+        shadow_nodes=st.integers(0, 1),
+        replicas=NUMBERS,
+        present=NUMBERS,
+    ),
+)
+def test_any_ranks_that_a_node_tells_make_a_job_of_their_size_or_none(ranks: pb.JobRanks) -> None:
+    job = grouped([0, 2], [1, 3])
+    try:
+        former = job_of(job, ranks)
+    except OtherRanks:
+        return
+    assert former.rank_count == len({rank.rank for group in former.dp_groups for rank in group.ranks})
+    shards = sum(len(group.shadow_nodes or ()) for group in former.dp_groups)
+    assert sum(len(set(holders)) for holders in holders_of(former).values()) == shards * former.replicas
+    if isinstance(former, PartialJob):
+        assert {len(group.ranks) for group in former.dp_groups} == {len(former.present)}
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"replicas": 3},
+        {"replicas": (1 << 32) - 1},
+        {"present": [0]},
+        {"present": [1, 0]},
+        {"mesh": {"pp": 1 << 20, "dp_replicate": 2, "dp_shard": 2, "tp": 1}},
+        {"groups": []},
+        {"groups": [pb.GroupRanks(ranks=[0, 0], hosts=["", ""], shadow_nodes=[0])]},
+        {"groups": [pb.GroupRanks(ranks=[0, 1], hosts=["", ""], shadow_nodes=[0, 0])]},
+    ],
+    ids=str,
+)
+def test_nothing_is_made_of_ranks_that_no_job_has(nonsense: dict[str, Any]) -> None:
+    job = grouped([0, 2], [1, 3])
+    ranks = job_ranks(job)
+    assert job_of(job, ranks).rank_count == 4
+    for name in nonsense:
+        ranks.ClearField(name)  # type: ignore[arg-type]
+    ranks.MergeFrom(pb.JobRanks(**nonsense))
+    with pytest.raises(OtherRanks, match="that no job has"):
+        job_of(job, ranks)

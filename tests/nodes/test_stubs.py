@@ -121,6 +121,15 @@ def ranges(last: int) -> pb.NodeStatus:
         (pb.NodeStatus(discarded=(1 << 32) - 1), "discarded is 4294967295, and can be 0 to 2147483648"),
         (pb.NodeStatus(holds=[pb.HoldStatus()] * 70_000), "holds has 70000 entries, and may have 65536"),
         (hold(start=bytes(17)), "start has 17 bytes, and may have 16"),
+        (pb.NodeStatus(job_ranks=pb.JobRanks(replicas=257)), "replicas is 257, and can be 0 to 256"),
+        (
+            pb.NodeStatus(former=pb.FormerState(job_ranks=pb.JobRanks(replicas=(1 << 32) - 1))),
+            "replicas is 4294967295, and can be 0 to 256",
+        ),
+        (
+            pb.NodeStatus(job_ranks=pb.JobRanks(present=range((1 << 18) + 1))),
+            "present has 262145 numbers, and may have 262144",
+        ),
         (pb.NodeStatus(step_seconds=float("nan")), "step_seconds is nan"),
         (pb.NodeStatus(behind=[pb.Behind(iterations=1 << 50)]), "iterations is 1125899906842624"),
         (ranges((1 << 40) - 1), "it reports 1099511627776 parts of step records, and can have 1048576"),

@@ -90,6 +90,7 @@ def laid(shape: object, shards: int = 1) -> str:
         ({"start": b"short"}, "start has 5 bytes"),
         ({"continues": b""}, "continues has 0 bytes"),
         ({"run": "r" * 1000}, "run has 1000 characters"),
+        ({"former_groups": range((1 << 16) + 1)}, "the number of former groups 65537: must be a number from"),
         (
             {"job_ranks": OTHER_RANKS},
             "job file has DP group 0 with ranks 1, 0, 2, but this node's has it with ranks 0, 1, 2",

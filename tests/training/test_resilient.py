@@ -15,6 +15,7 @@ import grpc
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,12 +29,13 @@ from checkmate.shadow.calls.meet import MeetingRoom
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.logic.meeting import RankStore
 from checkmate.training.errors import SessionError
-from checkmate.training.in_place.attendance import Attendance, MeetingError, NodeStore
+from checkmate.training.in_place.attendance import Attendance, MeetingError, NodeStore, wrong_event
 from checkmate.training.in_place.groups import ProcessGroups, Wrappers
 from checkmate.training.in_place.resilient import FailedAttempts, resilient
 from checkmate.training.start.survivor import Loss
 from testbed.jobs import job as job_of
 from testbed.ports import free_port
+from tests.support.fuzz import fuzz, messages
 from tests.support.shadow.recording_node import RecordingNode
 from tests.support.waiting import wait_until
 
@@ -318,6 +320,63 @@ def test_an_environment_that_contradicts_the_job_is_refused(monkeypatch: pytest.
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(SessionError, match="use `checkmate launch`, or an agent for each rank"):
         resilient(lambda: None)
+
+
+ID = b"m" * 16
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (pb.MeetEvent(meeting=pb.Meeting(id=ID, ranks=[0, 1, 7])), "it names 3 ranks, of which the job"),
+        (pb.MeetEvent(meeting=pb.Meeting(id=ID, ranks=[0, 1, 1])), "it names 3 ranks, of which the job"),
+        (pb.MeetEvent(meeting=pb.Meeting(id=ID, ranks=[0, 1])), "a meeting of 2 ranks, which are not all"),
+        (pb.MeetEvent(meeting=pb.Meeting(id=ID, ranks=[1, 2])), "a meeting without rank 0"),
+        (pb.MeetEvent(meeting=pb.Meeting(id=b"m", ranks=[0, 1, 2])), "a meeting without rank 0, or without"),
+        (pb.MeetEvent(meeting=pb.Meeting(id=ID * 2, ranks=[0, 1, 2])), "id has 32 bytes, and may have 16"),
+        (pb.MeetEvent(meeting=pb.Meeting(id=ID)), "a meeting without rank 0"),
+        (pb.MeetEvent(meeting=pb.Meeting(id=ID, ranks=range(1 << 19))), "ranks has 524288 numbers"),
+        (pb.MeetEvent(meeting=pb.Meeting(id=ID, ranks=[0, 1, 2], trained=[5])), "it names 1 rank, of which"),
+        (pb.MeetEvent(returned=pb.Returned(ranks=[4])), "it names 1 rank, of which the job"),
+        (pb.MeetEvent(waiting=pb.Waiting(ranks=[4])), "it names 1 rank, of which the job"),
+    ],
+    ids=str,
+)
+def test_an_event_that_no_meeting_explains_is_none(event: pb.MeetEvent, words: str) -> None:
+    assert wrong_event(event, job_of("mine", ranks=RANKS), 0).startswith(words)
+
+
+def test_a_meeting_is_of_whole_replicas_and_not_of_too_few() -> None:
+    job = replace(job_of("mine", ranks=RANKS), min_replicas=2)
+
+    def wrong(*ranks: int) -> str:
+        return wrong_event(pb.MeetEvent(meeting=pb.Meeting(id=ID, ranks=ranks)), job, 0)
+
+    assert not (wrong(0, 1, 2) or wrong(0, 2))
+    assert "not all of the replicas that it needs" in wrong(0)
+
+
+@fuzz(100, event=messages(pb.MeetEvent, ranks=st.integers(0, 3), id=st.just(ID), trained=st.just(0)))
+def test_any_event_of_a_node_is_taken_or_named(event: pb.MeetEvent) -> None:
+    job = replace(job_of("mine", ranks=RANKS), min_replicas=2)
+    if not wrong_event(event, job, 0) and event.HasField("meeting"):
+        assert set(event.meeting.ranks) in ({0, 1}, {0, 2}, {0, 1, 2})
+
+
+def test_a_node_that_tells_nonsense_is_left_and_named() -> None:
+    with hosts(2) as here:
+        said = iter([pb.MeetEvent(meeting=pb.Meeting(id=ID, ranks=[0, 1, 2, 3]))])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(here.nodes[0]._room, "meet", lambda *_: said)
+            attendance = here.attend(0)
+            wait_until(lambda: attendance._tables[0].is_refused, "the event")
+        assert "its answer is not a shadow node's: it names 4 ranks" in attendance._tables[0].why
+        others = [here.attend(rank) for rank in range(1, RANKS)]
+        for other in others:
+            other._tables[0].why = "away for this test"
+        with ThreadPoolExecutor(RANKS) as pool:
+            meetings = pool.map(lambda rank: rank.await_meeting(20), [attendance, *others])
+        assert len({meeting.id for meeting in meetings}) == 1
 
 
 def test_ranks_that_return_before_the_meeting_is_taken_are_heard_of() -> None:

@@ -49,6 +49,7 @@ MAX_LAYOUT: Final = 32 << 20
 MAX_OPTIONS: Final = 1 << 20
 """Characters of one parameter group's options."""
 MAX_NAME: Final = 4096
+MAX_FORMER_GROUPS: Final = 1 << 16
 MAX_THREADS: Final = 4096
 MIN_COPIES: Final = 3
 """A shard's bytes are held this often at least: parameters, and two sets of gradients."""
@@ -279,6 +280,7 @@ def check_begin(job: Job, request: pb.BeginRequest, shards: Iterable[int], memor
     check_start("continues", request.continues)
     for field in ("run", "torch", "capability", "device"):
         check_text(field, getattr(request, field))
+    check_number("the number of former groups", len(request.former_groups), MAX_FORMER_GROUPS)
     ranks = len(job.dp_groups[request.group].ranks)
     if request.ranks != ranks:
         raise CallRefused(

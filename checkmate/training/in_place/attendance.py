@@ -16,13 +16,14 @@ from typing import Any, Final
 import grpc
 from torch._C._distributed_c10d import Store  # torch.distributed's, where mypy finds it
 
-from checkmate.base.wording import in_ranges, shortened
+from checkmate.base.wording import counted, in_ranges, shortened
 from checkmate.errors import CheckmateError
+from checkmate.job.partial import replicas_there
 from checkmate.job.schema import Job, ShadowNode
 from checkmate.nodes.standing import node_name
 from checkmate.nodes.stubs import Stubs, reason, refusal
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.protocol import PROTOCOL, START_BYTES
+from checkmate.rpc.protocol import PROTOCOL, START_BYTES, bounded
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 
 _log: Final = logging.getLogger("checkmate")
@@ -239,10 +240,14 @@ class Attendance:
                 if self._closing or self._chosen not in (None, table) or table.meeting is not None:
                     return
                 table.call = table.stub.Meet(self._request)
+            why = "it has ended the call"
             try:
                 for event in table.call:
+                    if wrong := wrong_event(event, self._job, self._rank):
+                        why, table.is_refused = f"its answer is not a shadow node's: {wrong}", True
+                        table.call.cancel()
+                        break
                     self._hear(table, event)
-                why = "it has ended the call"
             except grpc.RpcError as error:
                 why = reason(error)
                 table.is_refused = bool(refusal(error))
@@ -268,7 +273,7 @@ class Attendance:
                     table.returned = list(event.returned.ranks)
                     if self._chosen is table:
                         self.returned, act = table.returned, self._on_return
-                case "meeting" if len(event.meeting.id) == START_BYTES:
+                case "meeting":
                     table.meeting, table.met_at, table.missing = event.meeting, time.monotonic(), ()
                     table.others_train, table.returned = False, ()
                 case "lost" if event.lost.rank == self._rank:
@@ -309,6 +314,32 @@ class Attendance:
         missing = next((table.missing for table in self._tables if not table.why and table.missing), ())
         if missing and self._rank == min(set(range(self._rank + 1)) - set(missing), default=self._rank):
             _log.info("waiting up to %.0f s for %s", seconds, _ranks(missing))
+
+
+def wrong_event(event: pb.MeetEvent, job: Job, rank: int) -> str:
+    """Return what is wrong with what a node tells of a whole job's ranks to one of them, or ""."""
+    if wrong := bounded(event):
+        return wrong
+    kind = event.WhichOneof("kind")
+    lists: tuple[Sequence[int], ...] = {
+        "waiting": (event.waiting.ranks,),
+        "returned": (event.returned.ranks,),
+        "meeting": (event.meeting.ranks, event.meeting.trained),
+    }.get(kind or "", ())
+    job_numbers = {member.rank for group in job.dp_groups for member in group.ranks}
+    for ranks in lists:
+        if len(set(ranks)) < len(ranks) or not job_numbers.issuperset(ranks):
+            return f"it names {counted(len(ranks), 'rank')}, of which the job does not have one, or one twice"
+    if kind != "meeting":
+        return ""
+    ranks = event.meeting.ranks
+    if len(event.meeting.id) != START_BYTES or not {rank, *event.meeting.trained} <= set(ranks):
+        return f"a meeting without rank {rank}, or without a name"
+    replicas = len(replicas_there(job, frozenset(ranks)))
+    total = len(job.dp_groups[0].ranks)
+    if not (job.min_replicas or total) <= replicas or replicas * len(job.dp_groups) != len(ranks):
+        return f"a meeting of {counted(len(ranks), 'rank')}, which are not all of the replicas that it needs"
+    return ""
 
 
 def _waits(table: _Table) -> str:

@@ -241,6 +241,8 @@ class Line:
             raise
         if different := mismatch(reply.protocol, "the node", "this trainer"):
             raise OtherVersion(different)
+        if wrong := bounded(reply):
+            raise FrameError(f"its answer to `Begin` is not a shadow node's: {wrong}")
         self.filled = {filled.shard: frozenset(filled.parameters) for filled in reply.filled}
         for warning in (shortened(text, _TEXT_MAX) for text in reply.warnings[:_WARNINGS_MAX]):
             if warning not in self._warnings:

@@ -190,7 +190,7 @@ class Followers:
             for line in self.lines:
                 line.begin_accepted.wait(max(deadline - time.monotonic(), 0))
         begun = [
-            [line.node.id, [[shard, *sorted(numbers)] for shard, numbers in line.filled.items()]]
+            [line.node.id, filled_shards(line.filled, opening.layout)]
             for line in self.lines
             if line.begin_accepted.is_set()
         ]
@@ -366,6 +366,18 @@ class Followers:
         event = TRAINER_NODE_TROUBLE(node=node, why=reply.trouble)
         words = f"{reply.trouble or 'recovered'}{left_out_words(left_out)}"
         say(logging.WARNING, event, "shadow node %d: %s", node, words)
+
+
+def filled_shards(filled: Mapping[int, frozenset[int]], layout: Layout) -> list[list[int]]:
+    """Return shards, each with the parameters that a node says to have, of those that the layout has there.
+
+    All ranks are told of them, so that a node's nonsense must not count.
+    """
+    return [
+        [shard, *sorted(numbers.intersection(layout.of_shard(shard)))]
+        for shard, numbers in sorted(filled.items())
+        if shard < layout.shards
+    ]
 
 
 def seed_at_start(

@@ -39,6 +39,8 @@ class RecordingNode(rpc.ShadowServicer):
         self.begins: list[pb.BeginRequest] = []
         self.warnings: list[str] = []
         """Those in each answer to `Begin`."""
+        self.filled: list[pb.FilledShard] = []
+        """The same, of parameters that it has."""
         self.fences: list[pb.FenceRequest] = []
         self.settles: list[pb.SettleRequest] = []
         self.records_at = f"{self.address.partition(':')[0]}:{free_port()}"
@@ -84,7 +86,7 @@ class RecordingNode(rpc.ShadowServicer):
             self.status.holds.add(
                 shard=pb.Shard(group=request.group, shard=shard), incarnation=request.incarnation, seeded=True
             )
-        return pb.BeginReply(protocol=PROTOCOL, warnings=self.warnings)
+        return pb.BeginReply(protocol=PROTOCOL, warnings=self.warnings, filled=self.filled)
 
     def Refused(self, request: pb.RefusedRequest, context: grpc.ServicerContext) -> pb.RefusedReply:
         while self.hanging and not self._stopping:

@@ -445,6 +445,31 @@ def test_a_reply_that_no_training_explains_is_named(
     line.close()
 
 
+@pytest.mark.parametrize(
+    ("filled", "words"),
+    [
+        ([pb.FilledShard(parameters=range(300_000))], "parameters has 300000 numbers, and may have 262144"),
+        ([pb.FilledShard()] * 70_000, "filled has 70000 entries, and may have 65536"),
+    ],
+    ids=["numbers", "shards"],
+)
+def test_an_answer_with_more_parameters_than_a_layout_has_is_none(
+    node: RecordingNode,
+    stub: ShadowStub,
+    filled: list[pb.FilledShard],
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All ranks would be told of them."""
+    node.filled = filled
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
+    with caplog.at_level(logging.WARNING):
+        line.start()
+        wait_until(lambda: f"its answer to `Begin` is not a shadow node's: {words}" in caplog.text)
+    assert not (line.filled or line.begin_accepted.is_set())
+    line.close()
+
+
 def test_a_node_that_sends_for_ever_does_not_keep_a_line_from_closing(stub: ShadowStub) -> None:
     """Nor does it take more memory than a reply may have."""
     stopped = threading.Event()

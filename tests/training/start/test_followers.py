@@ -27,7 +27,7 @@ from checkmate.training.lines.line import ATTENTIVE
 from checkmate.training.lines.seeder import SeedSource, values_of
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.start import followers as following
-from checkmate.training.start.followers import Followers, Opening, Repair
+from checkmate.training.start.followers import Followers, Opening, Repair, filled_shards
 from checkmate.training.start.places import Place, Start
 from checkmate.training.start.plans import plan_without_state
 from checkmate.wire.layout import make_layout
@@ -354,3 +354,8 @@ def test_a_node_gets_again_only_what_it_holds(
     assert set(asked) == {(0, 0), (1, 1)}
     assert caplog.text.count("shadow node 0 asks for copies of shard 1") == 1
     assert "which it does not hold" in caplog.text
+
+
+def test_parameters_count_as_filled_if_the_layout_has_them_there() -> None:
+    filled = {0: frozenset((0, 5, (1 << 32) - 1)), 1: frozenset((0,)), (1 << 32) - 1: frozenset((0,))}
+    assert filled_shards(filled, LAYOUT) == [[0, 0]]
