@@ -25,7 +25,7 @@ BY_DISK: Final = (
 )
 _MESH: Final = tuple(field.name for field in fields(Mesh))
 _MAX_SHOWN: Final = 8
-"""The number of ranks of a DP group that a message names."""
+"""The number of ranks, nodes or replicas that a message names."""
 
 
 class OtherRanks(RuntimeError):
@@ -47,9 +47,9 @@ def job_ranks(job: Job) -> pb.JobRanks:
 
 
 def ranks_digest(ranks: pb.JobRanks) -> bytes:
-    """Return 16 bytes that are the same for job files whose ranks train the same, in as many shards."""
-    groups = [[list(group.ranks), len(group.shadow_nodes)] for group in ranks.groups]
-    data = json.dumps([sorted(ranks.mesh.items()), groups, list(ranks.present)])
+    """Return 16 bytes that are the same for job files whose ranks train the same, with the same holders."""
+    groups = [[list(group.ranks), list(group.shadow_nodes)] for group in ranks.groups]
+    data = json.dumps([sorted(ranks.mesh.items()), groups, list(ranks.present), _replicas(ranks)])
     return hashlib.blake2b(data.encode(), digest_size=16).digest()
 
 
@@ -96,7 +96,7 @@ def _is_of_a_job(ranks: pb.JobRanks) -> bool:
     return all(
         len(group.hosts) == len(group.ranks)
         and len(group.ranks) == (len(present) or len(group.ranks))
-        and max(ranks.replicas, 1) <= len(group.shadow_nodes) == len(set(group.shadow_nodes))
+        and _replicas(ranks) <= len(group.shadow_nodes) == len(set(group.shadow_nodes))
         for group in ranks.groups
     )
 
@@ -283,7 +283,8 @@ def other_ranks(job: Job, answers: Answers) -> str:
 def difference(old_ranks: pb.JobRanks, new_ranks: pb.JobRanks) -> tuple[str, str] | None:
     """Return, in words, what two job files have instead of each other; `None` if ranks train the same.
 
-    A job with a mesh, and one that lists the DP groups of that mesh, do not differ.
+    A job with a mesh, and one that lists the DP groups of that mesh, do not differ. Those with other holders
+    of a shard do: a node that did not follow would lack what it should hold.
     """
     if list(old_ranks.present) != list(new_ranks.present):
         return _present(old_ranks), _present(new_ranks)
@@ -296,8 +297,8 @@ def difference(old_ranks: pb.JobRanks, new_ranks: pb.JobRanks) -> tuple[str, str
     for number, (before, now) in enumerate(zip(old_ranks.groups, new_ranks.groups, strict=True)):
         if list(before.ranks) != list(now.ranks):
             return (
-                f"DP group {number} with ranks {_ranks_words(before)}",
-                f"it with ranks {_ranks_words(now)}",
+                f"DP group {number} with ranks {_numbers(before.ranks)}",
+                f"it with ranks {_numbers(now.ranks)}",
             )
         shards = [len(group.shadow_nodes) for group in (before, now)]
         if shards[0] != shards[1]:
@@ -305,7 +306,20 @@ def difference(old_ranks: pb.JobRanks, new_ranks: pb.JobRanks) -> tuple[str, str
                 f"DP group {number} in {counted(shards[0], 'shard')}",
                 f"it in {counted(shards[1], 'shard')}",
             )
+        if list(before.shadow_nodes) != list(now.shadow_nodes):
+            return (
+                f"DP group {number} on shadow nodes {_numbers(before.shadow_nodes)}",
+                f"it on shadow nodes {_numbers(now.shadow_nodes)}",
+            )
+    replicas = [_replicas(ranks) for ranks in (old_ranks, new_ranks)]
+    if replicas[0] != replicas[1]:
+        before_words, now_words = (f"{counted(count, 'holder')} of each shard" for count in replicas)
+        return before_words, now_words
     return None
+
+
+def _replicas(ranks: pb.JobRanks) -> int:
+    return max(ranks.replicas, 1)
 
 
 def _present(job_ranks: pb.JobRanks) -> str:
@@ -313,9 +327,7 @@ def _present(job_ranks: pb.JobRanks) -> str:
     if not job_ranks.present:
         sizes = {len(group.ranks) for group in job_ranks.groups}
         return f"all {max(sizes, default=0)} replicas"
-    more = ", ..." if len(job_ranks.present) > _MAX_SHOWN else ""
-    numbers = ", ".join(map(str, job_ranks.present[:_MAX_SHOWN]))
-    return f"{counted(len(job_ranks.present), 'replica')} ({numbers}{more})"
+    return f"{counted(len(job_ranks.present), 'replica')} ({_numbers(job_ranks.present)})"
 
 
 def _mesh(mesh: Mapping[str, int], names: list[str]) -> str:
@@ -329,6 +341,6 @@ def _sizes(job_ranks: pb.JobRanks) -> str:
     return f"{counted(len(job_ranks.groups), 'DP group')} of {sizes}"
 
 
-def _ranks_words(group: pb.GroupRanks) -> str:
-    more = ", ..." if len(group.ranks) > _MAX_SHOWN else ""
-    return ", ".join(map(str, group.ranks[:_MAX_SHOWN])) + more
+def _numbers(numbers: Sequence[int]) -> str:
+    more = ", ..." if len(numbers) > _MAX_SHOWN else ""
+    return ", ".join(map(str, numbers[:_MAX_SHOWN])) + more

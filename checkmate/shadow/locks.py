@@ -9,13 +9,24 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-ORDER: Final = ("meeting", "attempt", "node", "parts", "hold", "inlet", "sets", "replica", "reader")
-"""`meeting`: the meetings of ranks (`calls.meet`). `attempt`: one connection attempt of a stream
-(`receive.stream_threads`). `node`: the state of the node. `parts`: the streams of parts that are expected
-(`receive.part_listener`). `hold`: a hold's replica and buckets, for a whole step (`resources`). `inlet`: a
-stream's socket and position (`receive.inlet`). `sets`: the streams that have ended an iteration
-(`receive.inlet`). `replica`: reservations of its readers (`replica.replica`). `reader`: the streams of a NIC
-(`receive.stream_threads`).
+ORDER: Final = (
+    "job file",
+    "meeting",
+    "attempt",
+    "node",
+    "parts",
+    "hold",
+    "inlet",
+    "sets",
+    "replica",
+    "reader",
+)
+"""`job file`: reading it again (`own_file`). `meeting`: the meetings of ranks (`calls.meet`). `attempt`: one
+connection attempt of a stream (`receive.stream_threads`). `node`: the state of the node. `parts`: the streams
+of parts that are expected (`receive.part_listener`). `hold`: a hold's replica and buckets, for a whole step
+(`resources`). `inlet`: a stream's socket and position (`receive.inlet`). `sets`: the streams that have ended
+an iteration (`receive.inlet`). `replica`: reservations of its readers (`replica.replica`). `reader`: the
+streams of a NIC (`receive.stream_threads`).
 """
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,6 +22,7 @@ from checkmate.job.partial import replicas_there, with_replicas
 from checkmate.job.schema import Job
 from checkmate.nodes.other_ranks import (
     OtherRanks,
+    difference,
     held_states,
     job_of,
     job_ranks,
@@ -269,6 +272,7 @@ def test_a_job_file_is_read_again_if_it_was_changed(tmp_path: Path) -> None:
 
     def changed(**changes: object) -> tuple[pb.JobRanks | None, str]:
         path.write_text(yaml.safe_dump({**data, **changes}) + f"# {changes}\n")
+        file.read_again()
         return file.next_ranks(job)
 
     ranks, why = changed(ranks=3)
@@ -283,7 +287,108 @@ def test_a_job_file_is_read_again_if_it_was_changed(tmp_path: Path) -> None:
     assert "in its job file, shadow_nodes changed, too" in changed(ranks=3, shadow_nodes=nodes)[1]
     assert "its job file was changed, and is refused: " in changed(ranks="three")[1]
     path.unlink()
+    file.read_again()
     assert "its job file" in file.next_ranks(job)[1]
+
+
+def test_other_holders_alone_are_a_change_that_a_node_follows(tmp_path: Path) -> None:
+    """Of as many shards. A node that did not would lack what the file has it hold."""
+    nodes = [{"id": node, "mgmt": f"127.0.0.1:{7000 + 10 * node}"} for node in range(2)]
+    data = {"job": "mine", "copies": "host", "ranks": 4, "shadow_nodes": nodes}
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(data))
+    job = read_job(path)
+    for changes, words in (
+        ({"replicas": 2}, ("1 holder of each shard", "2 holders of each shard")),
+        ({"shadow_nodes": nodes[::-1]}, ("DP group 0 on shadow nodes 0, 1", "it on shadow nodes 1, 0")),
+    ):
+        path.write_text(yaml.safe_dump(data))
+        file = OwnJobFile(path, job, 1)
+        path.write_text(yaml.safe_dump({**data, **changes}) + f"# {changes}\n")
+        new = read_job(path)
+        assert difference(job_ranks(job), job_ranks(new)) == words
+        assert ranks_digest(job_ranks(job)) != ranks_digest(job_ranks(new))
+        file.read_again()
+        assert file.next_ranks(job) == (job_ranks(new), "")
+        assert file.job_for(job_ranks(new)) == (new, "")
+        assert file.job_for(job_ranks(job)) == (None, "")
+
+
+@needs_buffers
+def test_a_node_holds_what_a_file_with_other_holders_gives_it(here: World, tmp_path: Path) -> None:
+    """What it has of that is filled, and what it has besides stays until all shards have their holders."""
+    former = stopped(here)
+    job = replace(here.job, replicas=2)
+    path = tmp_path / "job.yaml"
+    path.write_text("the old one")
+    jobs = {"the old one": here.job, "the new one": job}
+    node = here.nodes[0].node
+    node.file = OwnJobFile(path, here.job, 0, lambda file: jobs[file.read_text()])
+    path.write_text("the new one")
+    training = SmallTraining(job, here.copies)
+    training.start, training.incarnation, training.first = b"of two holders".ljust(16), 1, LAST + 1
+    training.iteration = LAST
+    request = training.begin_request(keep=True)
+    request.former_groups.append(0)
+    reply = training.stubs[0].Begin(request, timeout=10)
+    assert [filled.shard for filled in reply.filled] == [0]
+    status = here.status(0)
+    assert [hold.shard.shard for hold in status.holds] == [0, 1]
+    assert [hold.shard.shard for hold in status.former.holds] == [0]
+    assert fetch(former, 0, ranks_digest(job_ranks(here.job))).iteration == LAST
+    training.close()
+
+
+@needs_buffers
+def test_a_job_file_is_not_read_with_the_lock_of_the_node(here: World, tmp_path: Path) -> None:
+    """Its disk may take seconds, in which nothing would step."""
+    training = stopped(here)
+    node, path = here.nodes[0].node, tmp_path / "job.yaml"
+    path.write_text("the old one")
+    is_free: list[bool] = []
+
+    def read(_: Path) -> Job:
+        thread = threading.Thread(target=node.touch)
+        thread.start()
+        thread.join(5)
+        is_free.append(not thread.is_alive())
+        return here.job
+
+    node.file = OwnJobFile(path, here.job, 0, read)
+    for drain in (True, False):
+        path.write_text(f"changed, {drain}")
+        request = pb.FenceRequest(job=here.job.job, protocol=PROTOCOL, timeout=1, drain=drain)
+        training.stubs[0].Fence(request, timeout=20)
+    assert is_free == [True, True]
+
+
+def test_a_thread_does_not_miss_what_another_one_reads(tmp_path: Path) -> None:
+    """Two DP groups begin at a time. Each finds the job that the file has now."""
+    job = read_job(write(tmp_path, meshed(shard=2)))
+    path = tmp_path / "own.yaml"
+    path.write_text("the old one")
+    is_reading, may_end = threading.Event(), threading.Event()
+    new = replace(job, replicas=2)
+
+    def read(_: Path) -> Job:
+        is_reading.set()
+        assert may_end.wait(20)
+        return new
+
+    file = OwnJobFile(path, job, 0, read)
+    path.write_text("the new one")
+
+    def found() -> Job | None:
+        file.read_again()
+        return file.job_for(job_ranks(new))[0]
+
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(found)]
+        assert is_reading.wait(20)
+        calls.append(pool.submit(found))
+        time.sleep(0.05)
+        may_end.set()
+        assert [call.result(20) for call in calls] == [new, new]
 
 
 def test_a_job_goes_on_with_as_few_replicas_as_it_may(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def _take_up(node: Node, request: pb.BeginRequest) -> None:
     check_job(node.job, request.job)
     if node.file is None or difference(request.job_ranks, node.job_ranks) is None:
         return
+    node.file.read_again()
     job, why = node.file.job_for(request.job_ranks)
     if why:
         raise CallRefused(why, precondition=True)

@@ -68,6 +68,7 @@ def drain(node: Node, job: str, timeout: float, is_waiting: StillWaits = lambda:
         again = state.phase >= Phase.DRAINED
         state.drain()
     _read_on(node, node.now() + timeout, again=again)
+    _read_file(node)
     with node.state_changed:
         state.end_drain()
         return _answer(node)
@@ -92,6 +93,7 @@ def fence(
         state.supersede(caller, node.now())
         node.quiet(timeout)
     _read_on(node, deadline, again=again)
+    _read_file(node)
     node.touch()
     with node.state_changed:
         if state.committee is not committee:
@@ -165,6 +167,12 @@ def _read_on(node: Node, deadline: float, *, again: bool) -> None:
         if now >= since + enough and now >= call_time + least:
             return
         time.sleep(QUIET_AGAIN / 5)
+
+
+def _read_file(node: Node) -> None:
+    """Read the node's job file again, for `_answer`, which holds the lock."""
+    if node.file is not None:
+        node.file.read_again()
 
 
 def _answer(node: Node) -> pb.NodeStatus:
