@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.job.schema import Job
+from checkmate.launch.word import Speaker
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
@@ -28,10 +29,17 @@ from checkmate.shadow.calls import meet
 from checkmate.shadow.calls.meet import MeetingRoom
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.logic.meeting import RankStore
-from checkmate.training.errors import SessionError
-from checkmate.training.in_place.attendance import Attendance, MeetingError, NodeStore, wrong_event
+from checkmate.training.errors import RefusedError, SessionError
+from checkmate.training.in_place.attendance import (
+    PREFERENCE_SECONDS,
+    Attendance,
+    MeetingError,
+    NodeStore,
+    wrong_event,
+)
 from checkmate.training.in_place.groups import ProcessGroups, Wrappers
-from checkmate.training.in_place.resilient import FailedAttempts, resilient
+from checkmate.training.in_place.resilient import Attempt, FailedAttempts, resilient
+from checkmate.training.protect import Protection
 from checkmate.training.start.survivor import Loss
 from testbed.jobs import job as job_of
 from testbed.ports import free_port
@@ -421,3 +429,157 @@ def test_a_group_whose_making_failed_does_not_count_for_the_next_one() -> None:
             ProcessGroups(store, 0, world, "gloo", 0.3).end()
         names.append({key.partition("//")[0] for key in store.keys if "//" in key})
     assert names[0] == names[1] != set()
+
+
+class RankThere:
+    """An attendance whose meeting has begun, and in which no rank is lost."""
+
+    def __init__(self) -> None:
+        self.loss: str | None = None
+        self.lost_rank: int | None = None
+        self.verdict, self.is_blind = "", False
+        self.returned = [2]
+        self.concluded: list[str] = []
+
+    def await_meeting(self, timeout: float) -> pb.Meeting:
+        return pb.Meeting(id=ID, ranks=range(RANKS))
+
+    def when_lost(self, act: Any) -> None: ...
+
+    def when_returned(self, act: Any) -> None:
+        act()
+
+    def store(self, timeout: float) -> None: ...
+
+    def await_loss(self, timeout: float) -> bool:
+        return self.loss is not None
+
+    def conclude(self, why: str = "") -> None:
+        self.concluded.append(why)
+
+    def await_all_done(self) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+
+class NoGroups:
+    """In place of process groups."""
+
+    is_aborted = False
+
+    def __init__(self, *_: object) -> None: ...
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    release = end = abort
+
+
+@pytest.fixture
+def attempt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Attempt]:
+    """An attempt in whose meeting rank 2 is back at once."""
+    monkeypatch.setattr("checkmate.training.in_place.resilient.ProcessGroups", NoGroups)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+    attendance = cast(Attendance, RankThere())
+    made = Attempt(attendance, job_of("mine", ranks=RANKS), 1, 60.0, Speaker())
+    yield made
+    made.close()
+
+
+def leave() -> None:
+    Protection.leave_if_wanted()
+
+
+def leave_and_catch() -> None:
+    with suppress(Exception):
+        leave()
+
+
+def leave_and_fail() -> None:
+    try:
+        leave()
+    except Exception:  # noqa: BLE001 - as a script may
+        raise KeyError("a clean-up that fails")  # noqa: B904
+
+
+@pytest.mark.parametrize("train", [leave, leave_and_catch, leave_and_fail])
+def test_a_function_that_was_told_to_leave_is_called_again_whatever_it_makes_of_that(
+    attempt: Attempt, train: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    outcome = attempt.run(train, None, 1.0, 1.0)
+    assert isinstance(outcome, Loss)
+    assert outcome.words == "rank 2 is back, and takes part from now on"
+    assert cast(RankThere, attempt._attendance).concluded == []
+    assert ("KeyError: 'a clean-up that fails'" in caplog.text) == (train is leave_and_fail)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("of the script"), RuntimeError("shapes"), RefusedError("can't be repeated")],
+    ids=repr,
+)
+def test_an_error_of_the_script_is_its_own_also_while_ranks_are_back(
+    attempt: Attempt, error: Exception
+) -> None:
+    def train() -> None:
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        attempt.run(train, None, 1.0, 1.0)
+    is_refused = isinstance(error, RefusedError)
+    assert cast(RankThere, attempt._attendance).concluded == [f"RefusedError: {error}"] * is_refused
+
+
+def test_a_collective_that_was_broken_off_is_no_error_of_the_script(attempt: Attempt) -> None:
+    def train() -> None:
+        attempt._leave_at_once()
+        raise RuntimeError("Connection closed by peer")
+
+    outcome = attempt.run(train, None, 1.0, 1.0)
+    assert isinstance(outcome, Loss) and "is back" in outcome.words
+
+
+def test_an_attempt_has_one_timer_of_a_kind_and_none_once_it_is_closed(attempt: Attempt) -> None:
+    """One that was left over would break off the next attempt, or end the process."""
+
+    def timers() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+
+    before = timers()
+    for _ in range(3):
+        attempt._on_return()
+        attempt._on_loss()
+    assert len(timers()) == len(before) + 2
+    attempt.close()
+    attempt._on_return()
+    attempt._on_loss()
+    wait_until(lambda: len(timers()) == len(before), "the end of timers")
+
+
+def test_a_rank_that_returns_does_not_begin_alone_at_a_node_without_the_meeting() -> None:
+    """The other nodes do not know of those that train, and would have it begin after a while."""
+    here = Hosts(2)
+    here.job = replace(here.job, min_replicas=1, replacement_seconds=1)
+    try:
+        for node in range(2):
+            here.serve(node)
+        first = [here.attend(rank) for rank in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            meetings = [*pool.map(lambda attendance: attendance.await_meeting(20), first)]
+        assert [list(meeting.ranks) for meeting in meetings] == [[0, 1]] * 2
+        third = here.attend(2)
+        wait_until(lambda: third._tables[1].meeting is not None, "a meeting of one", 20)
+        time.sleep(PREFERENCE_SECONDS + 0.2)
+        with third._changed:
+            assert third._tables[0].others_train and third._choice() is None
+        wait_until(lambda: [list(attendance.returned) for attendance in first] == [[2]] * 2, "its return")
+        for attendance in first:
+            attendance.close()
+        again = [here.attend(rank, trained=True) for rank in range(2)]
+        with ThreadPoolExecutor(RANKS) as pool:
+            meetings = [*pool.map(lambda attendance: attendance.await_meeting(20), [*again, third])]
+        assert [list(meeting.ranks) for meeting in meetings] == [[0, 1, 2]] * RANKS
+    finally:
+        here.close()

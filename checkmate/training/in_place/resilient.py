@@ -220,8 +220,9 @@ class Attempt:
         self._patience = patience
         self._groups: ProcessGroups | None = None
         self._wrappers = Wrappers()
-        self._overdue: threading.Timer | None = None
-        self._late: threading.Timer | None = None
+        self._timers = _Timers()
+        self._is_broken_off = False
+        """Whether collectives fail because ranks are back."""
         self._undo = ExitStack()
         self._undo.callback(attendance.close)
 
@@ -272,9 +273,7 @@ class Attempt:
 
     def close(self) -> None:
         """Leave the meeting, and end what watches over it."""
-        for timer in (self._overdue, self._late):
-            if timer is not None:
-                timer.cancel()
+        self._timers.end()
         Protection.regrouping, Protection.has_left = "", False
         self._undo.close()
 
@@ -297,12 +296,11 @@ class Attempt:
     def _on_return(self) -> None:
         """Have the function be left at the end of its iteration, or in a while if it marks none."""
         Protection.regrouping = f"{_words(self._attendance.returned)} back, and takes part from now on"
-        self._late = threading.Timer(LATE_SECONDS, self._leave_at_once)
-        self._late.daemon = True
-        self._late.start()
+        self._timers.start("late", LATE_SECONDS, self._leave_at_once)
 
     def _leave_at_once(self) -> None:
         """Have collectives fail: the script marks no iterations, or one takes long."""
+        self._is_broken_off = True
         if self._groups is not None:
             self._groups.abort()
 
@@ -311,10 +309,12 @@ class Attempt:
         attendance = self._attendance
         if attendance.verdict:
             return attendance.verdict
-        if attendance.loss is None and Protection.regrouping:
-            return Protection.regrouping
         is_ours = isinstance(error, CheckmateError) and not isinstance(error, _ELSEWHERE)
+        if attendance.loss is None and Protection.regrouping and _comes_of_regrouping(error):
+            return Protection.regrouping
         if attendance.loss is None and isinstance(error, RuntimeError | OSError) and not is_ours:
+            if self._is_broken_off:
+                return Protection.regrouping
             attendance.await_loss(WORD_SECONDS)
         if attendance.is_blind and attendance.loss is None and not is_ours:
             return f"a shadow node can't be heard, and a collective has failed: {error}"
@@ -322,9 +322,7 @@ class Attempt:
 
     def _on_loss(self) -> None:
         """Have the function end, which may wait in a collective; end the process if it does not."""
-        self._overdue = threading.Timer(self._patience, self._end_process)
-        self._overdue.daemon = True
-        self._overdue.start()
+        self._timers.start("overdue", self._patience, self._end_process)
         if self._groups is not None:
             self._groups.abort()
 
@@ -351,13 +349,53 @@ def _words(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {in_ranges(list(ranks))} {'are' if len(ranks) > 1 else 'is'}"
 
 
-def _forget(error: BaseException) -> None:
-    """Drop what an error's frames keep alive: process groups, and with them the sockets of gloo."""
+class _Timers:
+    """One timer of each name, until `end`: what is told twice, or late, starts none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._timers: dict[str, threading.Timer] = {}
+        self._has_ended = False
+
+    def start(self, name: str, seconds: float, act: Callable[[], None]) -> None:
+        """Have a function called in some seconds, unless there is such a timer already."""
+        with self._lock:
+            if self._has_ended or name in self._timers:
+                return
+            timer = self._timers[name] = threading.Timer(seconds, act)
+            timer.daemon = True
+            timer.start()
+
+    def end(self) -> None:
+        """Cancel all."""
+        with self._lock:
+            self._has_ended = True
+            for timer in self._timers.values():
+                timer.cancel()
+
+
+def _comes_of_regrouping(error: Exception) -> bool:
+    """Return whether an error is that by which the function is left, or was raised in handling it."""
+    if isinstance(error, RegroupError):
+        return True
+    if not any(isinstance(link, RegroupError) for link in _chain(error)):
+        return False
+    _log.warning("the script has raised %s: %s when it was left", type(error).__name__, error)
+    return True
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an error, and all that it came of."""
     chain: list[BaseException] = [error]
     for link in chain:
         sources = [link.__cause__, link.__context__]
         chain += [source for source in sources if source is not None and source not in chain]
-    for link in chain:
+    return chain
+
+
+def _forget(error: BaseException) -> None:
+    """Drop what an error's frames keep alive: process groups, and with them the sockets of gloo."""
+    for link in _chain(error):
         if link.__traceback__ is not None:
             traceback.clear_frames(link.__traceback__)
             link.__traceback__ = None
