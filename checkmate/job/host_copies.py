@@ -136,6 +136,14 @@ def _within(file: HostCopiesFile) -> Iterator[Fault]:
     if file.min_replicas is not None and present < file.min_replicas:
         has = f"{counted(present, 'replica')} of the model"
         yield Fault(("min_replicas",), f"is {file.min_replicas}, but the job has {has}: 1 to {present}")
+    elif file.min_replicas is not None and file.replicas > 1 and 2 * file.min_replicas <= present:
+        # Ranks of both parts could meet, each at a node of its own, and resume from it.
+        yield Fault(
+            ("min_replicas",),
+            f"is {file.min_replicas} of {present} replicas of the model: if the network breaks, two parts "
+            f"could go on, because shards have {file.replicas} holders (replicas): "
+            f"{present // 2 + 1} or more, or replicas: 1",
+        )
     if file.replacement_seconds is not None and file.min_replicas is None:
         yield Fault(("replacement_seconds",), "is for jobs with min_replicas; others wait for all ranks")
     nodes = len(file.shadow_nodes)

@@ -58,6 +58,28 @@ def test_the_way_of_copies_is_not_for_switches(tmp_path: Path, key: str, value: 
         read_job(file)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "least", "replicas", "words"),
+    [
+        (2, 1, 1, ""),  # no two parts have all shards
+        (2, 1, 2, "is 1 of 2 replicas of the model: .* shards have 2 holders .*: 2 or more, or replicas: 1"),
+        (4, 2, 2, "is 2 of 4 replicas of the model: .*: 3 or more, or replicas: 1"),
+        (4, 3, 2, ""),
+        (3, 2, 2, ""),
+        (4, 5, 2, "is 5, but the job has 4 replicas of the model: 1 to 4"),
+    ],
+)
+def test_two_parts_of_a_job_cannot_both_go_on(
+    tmp_path: Path, ranks: int, least: int, replicas: int, words: str
+) -> None:
+    file = write(tmp_path, ranks=ranks, min_replicas=least, replicas=replicas)
+    if not words:
+        assert read_job(file).min_replicas == least
+        return
+    with pytest.raises(JobError, match=f"min_replicas: {words}"):
+        read_job(file)
+
+
 def test_a_mesh_has_a_group_for_each_place_of_its_replicas(tmp_path: Path) -> None:
     """Without replicas, each group has one rank."""
     job = read_job(write(tmp_path, ranks=None, mesh={"dp_replicate": 2, "dp_shard": 4}))
