@@ -94,6 +94,8 @@ class Node:
         self.stopping = False
         self.also_unread: list[Callable[[], int]] = []
         """Functions that count bytes waiting for other readers."""
+        self.on_take_up: list[Callable[[Job], None]] = []
+        """Functions that are called with a job file in which the ranks have changed."""
         self.trainers: Callable[[], int] = lambda: 0
         """Returns the number of connections for step records."""
         self._stepping = False
@@ -138,6 +140,8 @@ class Node:
             self.job, self.job_ranks, self.plans = job, job_ranks(job), plans
             self.source.follow(job)
             state.take_up(job, self.now())
+        for follow in self.on_take_up:
+            follow(job)
 
     def touch(self) -> None:
         """Update the state after streams have received data."""

@@ -37,7 +37,13 @@ from checkmate.shadow.receive.connect import (
 from checkmate.shadow.receive.hold_plans import full_buffers
 from checkmate.shadow.receive.part_listener import PartListener
 from checkmate.shadow.receive.stream_threads import MakeSource
-from checkmate.shadow.service import Server, check_address, gradients_listener, records_listener
+from checkmate.shadow.service import (
+    Server,
+    check_address,
+    gradients_listener,
+    records_listener,
+    share_buffers,
+)
 
 _SPARE_CONNECTIONS: Final = 16
 
@@ -130,11 +136,11 @@ class Serving:
             )
             undo.callback(self.node.close)
             self._metrics = _metrics_server(metrics, self.node) if metrics is not None else nullcontext()
-            buffers = full_buffers(self.node.plans) if make_source is None else 0
-            if shortfall := tcp_memory_shortfall(buffers, receive_buffer):
-                log.warning("%s", shortfall)
-                if shortfall != TCP_MEM_UNSEEN:  # which is not a problem of the node
-                    self.node.state.note_trouble(shortfall)
+            if by_hosts:
+                self.node.on_take_up.append(partial(share_buffers, listener))
+            else:
+                self._check_memory(receive_buffer)
+                self.node.on_take_up.append(lambda _: self._check_memory(receive_buffer))
             # Two of each rank, because an old connection may linger.
             self._inbox = Inbox(
                 listener,
@@ -147,7 +153,17 @@ class Serving:
             self._peers = Peers(self.node)
             self._copier = Copier(self.node)
             self._server = Server(self.node, self._peers, events)
+            self.node.on_take_up.append(self._server.follow)
             undo.pop_all()
+
+    def _check_memory(self, receive_buffer: int) -> None:
+        """Log if the kernel has too little memory for the node's streams, and add it to the status."""
+        shortfall = tcp_memory_shortfall(full_buffers(self.node.plans), receive_buffer)
+        if shortfall == TCP_MEM_UNSEEN:  # which is not a problem of the node
+            log.warning("%s", shortfall)
+        elif shortfall:
+            with self.node.moving() as state:
+                state.tell(shortfall)
 
     def __enter__(self) -> Serving:
         self._server.__enter__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import resource
 import socket
 import threading
@@ -36,6 +37,8 @@ from checkmate.shadow.request_guard import IDLE_SECONDS, Handlers, RequestGuard
 from checkmate.state import SeedReader, StateError
 from checkmate.wire import tcp
 
+log = logging.getLogger("checkmate")
+
 R = TypeVar("R")
 
 FETCH_SECONDS: Final = 600.0
@@ -55,6 +58,8 @@ _CALLS_OF_MEETING: Final = 4
 _READERS_OF_EVENTS: Final = 2
 """Workers that read files, which may take long."""
 _MIN_CALLS: Final = 1024
+GROWTH: Final = 8
+"""Times by which a job may grow while a node runs: gRPC fixes some limits when a server is made."""
 _CALLS_OF_RANK: Final = 12
 """Calls at a time: a rank reads all shards that a node has of its group, asks for its status, and meets."""
 _OPTIONS: Final = (*OPTIONS, ("grpc.max_concurrent_streams", 128))
@@ -200,9 +205,20 @@ def records_listener(job: Job, node_id: int, receive_buffer: int | None) -> sock
     label = f"{host}:{port}, the address of shadow node {node_id} for step records,"
     if receive_buffer is not None:
         return _listen((host, port), label, node_id, {tcp.SO_RCVBUFFORCE: receive_buffer})
-    # The kernel doubles the value for its own overhead (man 7 socket).
-    half = buffer_of(job.rank_count) // 2
-    return _listen((host, port), label, node_id, {socket.SO_RCVBUF: half})
+    return _listen((host, port), label, node_id, {socket.SO_RCVBUF: _half_buffer(job)})
+
+
+def share_buffers(listener: socket.socket, job: Job) -> None:
+    """Have later connections for step records share the budget of buffers among a job's ranks.
+
+    `listener`: a socket of `records_listener` without a `receive_buffer`.
+    """
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _half_buffer(job))
+
+
+def _half_buffer(job: Job) -> int:
+    """Return half the bytes of a connection's buffer: the kernel doubles it (man 7 socket)."""
+    return buffer_of(job.rank_count) // 2
 
 
 def gradients_listener(job: Job, node_id: int) -> socket.socket:
@@ -247,6 +263,10 @@ def _mgmt_words(job: Job, node_id: int) -> str:
     return f"{job.node(node_id).mgmt}, the mgmt address of shadow node {node_id},"
 
 
+def _fetches(ranks: int) -> int:
+    return 2 * ranks + _SPARE
+
+
 def max_calls(ranks: int) -> int:
     """Return how many calls a node takes at a time, by the number of ranks in its job."""
     return max(_MIN_CALLS, _CALLS_OF_RANK * ranks)
@@ -264,6 +284,19 @@ def max_connections(ranks: int) -> int:
     return min(_MIN_CONNECTIONS + _CONNECTIONS_OF_RANK * ranks, soft // 2)
 
 
+class Workers(ThreadPoolExecutor):
+    """The threads of some methods, which may become more."""
+
+    @property
+    def most(self) -> int:
+        """How many there are at most."""
+        return self._max_workers
+
+    def grow(self, most: int) -> None:
+        """Have as many at most, if those are more than before. They start as calls come."""
+        self._max_workers = max(self._max_workers, most)
+
+
 class Server:
     """The gRPC server at a node's `mgmt` address, with TLS if the node has keys. A context manager."""
 
@@ -272,17 +305,19 @@ class Server:
         job = node.job
         ranks = job.rank_count
         recovery = 2 * len(job.shadow_nodes) + _SPARE
-        self._pool = ThreadPoolExecutor(2 * ranks + _SPARE, thread_name_prefix="fetches")
+        self._pool = Workers(_fetches(ranks), thread_name_prefix="fetches")
         self._recovery = ThreadPoolExecutor(recovery, thread_name_prefix="recovery")
-        self._seeds = ThreadPoolExecutor(ranks + _SPARE, thread_name_prefix="seeds")
+        self._seeds = Workers(ranks + _SPARE, thread_name_prefix="seeds")
         meeting = _CALLS_OF_MEETING * ranks + _SPARE
         self._meeting = ThreadPoolExecutor(meeting, thread_name_prefix="meeting")
         self._events = ThreadPoolExecutor(_READERS_OF_EVENTS, thread_name_prefix="events")
         keys = node.access.keys
         checks: list[grpc.ServerInterceptor] = [] if keys is None else [CallerCheck(job)]
-        options = (*_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections(ranks)))
+        options = (*_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections(GROWTH * ranks)))
+        self._most_ranks = GROWTH * ranks
+        calls = max_calls(GROWTH * ranks)
         self._server = grpc.server(
-            self._pool, interceptors=checks, options=options, maximum_concurrent_rpcs=max_calls(ranks)
+            self._pool, interceptors=checks, options=options, maximum_concurrent_rpcs=calls
         )
         self._calls = CallGuard(CrowdsRefused(IDLE_SECONDS))
         self._room = MeetingRoom(job)
@@ -297,6 +332,19 @@ class Server:
                 self._server.add_secure_port(address, server_credentials(keys))
         except RuntimeError as error:  # taken since `check_address`
             raise ServeError(f"{_mgmt_words(job, node.id)} can't be used: {error}") from None
+
+    def follow(self, job: Job) -> None:
+        """Have workers enough for a job whose ranks have changed. Those that meet are of the first one."""
+        ranks = job.rank_count
+        self._pool.grow(_fetches(ranks))
+        self._seeds.grow(ranks + _SPARE)
+        if ranks > self._most_ranks:
+            log.warning(
+                "the job has %d ranks now, and this node takes calls of %d at most: start it again before "
+                "training restarts the next time",
+                ranks,
+                self._most_ranks,
+            )
 
     def _add(self, name: str, add: Callable[[Any, Any], None], servicer: object) -> None:
         """Add a generated service to the server, guarded."""

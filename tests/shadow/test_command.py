@@ -30,7 +30,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
 from checkmate.shadow.logic.commit import MAX_SILENCE
 from checkmate.shadow.process import Serving
-from checkmate.shadow.service import max_connections
+from checkmate.shadow.service import GROWTH, max_connections
 from testbed.copies import Copies, local_job
 from testbed.small_training import SmallTraining, status
 from tests.support.documents import check_document
@@ -239,7 +239,7 @@ def test_idle_connections_leave_descriptors_for_the_node(start: Callable[..., No
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     assert soft == min(hard, 65536)
     before = len(os.listdir(f"/proc/{pid}/fd"))
-    most = max_connections(sum(len(group.ranks) for group in job.dp_groups))
+    most = max_connections(GROWTH * job.rank_count)
     address = split_address(job.node(0).mgmt)
     with ExitStack() as stack:
         for _ in range(most + 200):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -35,10 +36,14 @@ from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.calls.begin import node_status
 from checkmate.shadow.former_state import FormerChunk, FormerState
 from checkmate.shadow.own_file import OwnJobFile
+from checkmate.shadow.process import Serving
+from checkmate.shadow.receive.part_listener import LEAST_BUFFER
 from checkmate.shadow.replica.replica import Replica
+from checkmate.shadow.service import Workers
 from checkmate.state import SeedReader
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter
+from testbed.ports import free_port
 from testbed.small_training import RUN, START, SmallTraining
 from tests.support.job_files import meshed, write
 from tests.support.labs.end_hosts import needs_buffers
@@ -581,3 +586,47 @@ def test_any_part_is_filled_from_chunks_that_contain_it(cuts: tuple[int, ...], r
     if len(cuts) > 2:
         missing = FormerState(4, {("w", ""): chunks["w", ""][1:]})
         assert missing.covered(layout, [0]) == ([0] if rows.start >= cuts[1] else [])
+
+
+def test_workers_become_more_while_some_work() -> None:
+    pool, may_end = Workers(1), threading.Event()
+    running: list[int] = []
+
+    def work(number: int) -> None:
+        running.append(number)
+        may_end.wait(20)
+
+    calls = [pool.submit(work, 0)]
+    pool.grow(3)
+    calls += [pool.submit(work, number) for number in range(1, 4)]
+    wait_until(lambda: len(running) == 3, "three at a time")
+    pool.grow(2)  # fewer ranks: those that there are go on
+    assert pool.most == 3
+    may_end.set()
+    for call in calls:
+        call.result(20)
+    pool.shutdown()
+
+
+def test_a_node_whose_job_grows_has_workers_and_buffers_for_all_ranks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = [{"id": 0, "mgmt": f"127.0.0.1:{free_port()}"}]
+    nodes[0] |= {"records": f"127.0.0.1:{free_port()}", "gradients": f"127.0.0.1:{free_port()}"}
+
+    def job(ranks: int) -> Job:
+        path = tmp_path / f"{ranks}.yaml"
+        data = {"job": "mine", "copies": "host", "ranks": ranks, "shadow_nodes": nodes}
+        path.write_text(yaml.safe_dump(data))
+        return read_job(path)
+
+    with Serving(job(2), 0) as serving:
+        server, listener = serving._server, serving._inbox._listener
+        sizes = [server._pool.most, server._seeds.most]
+        before = listener.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        serving.node.take_up(job(16))
+        assert [server._pool.most, server._seeds.most] == [sizes[0] + 2 * 14, sizes[1] + 14]
+        assert "start it again" not in caplog.text
+        serving.node.take_up(job(4096))
+        assert "the job has 4096 ranks now, and this node takes calls of 16 at most" in caplog.text
+        assert before > listener.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == LEAST_BUFFER
