@@ -430,7 +430,7 @@ class Hold:
                 why = f"{plan}: {counted(end - stream.position, 'byte has', 'bytes have')} not come"
                 if is_lost or stream.repair is None or plan.sender not in records.repairs_from:
                     return why
-                if self._iteration_at(stream) < records.repairs_from[plan.sender]:
+                if self.first + stream.checked // stream.layout.nbytes < records.repairs_from[plan.sender]:
                     return f"{why}, and the rank does not have them any more"
                 if not stream.connected and stands > RECORD_GRACES * grace:
                     return why
@@ -454,10 +454,7 @@ class Hold:
                 continue
             end = records.ends.get(plan.name, 0)
             stands = stream.stands_below(end, now)
-            nbytes = max(stream.layout.nbytes, 1)
-            begin = stream.position - stream.position % nbytes
-            within = range(begin, begin + nbytes)
-            request = stream.repair.request(stream.position, end, stands, now, within)
+            request = stream.repair.request(stream.position, end, stands, now, stream.layout.nbytes)
             if request is not None:
                 yield pb.MissingRange(channel=plan.channel, shard=plan.shard, **request._asdict())
 
@@ -471,19 +468,12 @@ class Hold:
     def note_repaired(self, sender: int, repaired: pb.RepairedRange, *, is_equal: bool) -> None:
         """Note whether bytes that were sent again have this digest, unless the hold has rejoined since."""
         stream = self._repaired_stream(sender, repaired)
-        if stream is not None and stream.repair is not None and self.awaits_digest(sender, repaired):
-            if is_equal:
-                stream.repair.confirm()
-            else:
-                stream.repair.refute()
+        if not self.settled and stream is not None and stream.repair is not None:
+            stream.repair.note(repaired.start, repaired.stop, stream.position, is_equal=is_equal)
 
     def _repaired_stream(self, sender: int, repaired: pb.RepairedRange) -> StreamState | None:
         name = (sender, repaired.channel, repaired.shard)
         return next((stream for stream in self.streams if stream.plan.name == name), None)
-
-    def _iteration_at(self, stream: StreamState) -> int:
-        """Return the iteration of a stream's next byte that counts."""
-        return self.first + stream.checked // stream.layout.nbytes
 
     def lag_seconds(self, newest: int, now: float) -> float:
         """Return how long it has been more than one iteration behind; 0 if it is not, or joins."""

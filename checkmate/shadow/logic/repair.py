@@ -58,7 +58,7 @@ class StreamRepair:
         return position if self._request is None else min(position, self._request.start)
 
     def request(
-        self, position: int, end: int, stands: float, now: float, within: range
+        self, position: int, end: int, stands: float, now: float, nbytes: int
     ) -> RepairRequest | None:
         """Return what to ask now, if anything.
 
@@ -67,9 +67,12 @@ class StreamRepair:
             end: Its recorded end.
             stands: Seconds for which it has not moved below that.
             now: The time.
-            within: The bytes of the iteration at `position`: what precedes them may have left the buckets,
-                and for what follows there may be no room, so that it would never be confirmed.
+            nbytes: Bytes of an iteration. Only those of the iteration at `position` are asked for: what
+                precedes them may have left the buckets, and for what follows there may be no room, so that it
+                would never be confirmed.
         """
+        begin = position - position % max(nbytes, 1)
+        within = range(begin, begin + max(nbytes, 1))
         if self._request is None:
             if position >= end:
                 self._size = FIRST_BYTES
@@ -95,15 +98,16 @@ class StreamRepair:
         request = self._request
         return request is not None and (request.start, request.stop) == (start, stop) and position >= stop
 
-    def confirm(self) -> None:
-        """Note that the bytes of the open request are as they were sent."""
+    def note(self, start: int, stop: int, position: int, *, is_equal: bool) -> None:
+        """Note whether bytes [start, stop) are as they were sent, if they are those of the open request."""
+        if not self.awaits(start, stop, position):
+            return
+        if not is_equal:
+            self._fault = "what its rank has sent again differs from what has come"
+            return
         self._request = None
         self.count += 1
         self._size = min(2 * self._size, MAX_BYTES)
-
-    def refute(self) -> None:
-        """Note that the bytes of the open request are others than those that the rank has sent."""
-        self._fault = "what its rank has sent again differs from what has come"
 
     def fault(self, now: float, patience: float) -> str:
         """Return why the repair has failed, if it has: at the latest after `patience` seconds."""
