@@ -241,18 +241,20 @@ def _ring(job: Job, ranks: Iterable[Rank], facts: Facts) -> Iterator[Finding]:
     if job.collective == "nccl":
         yield skipped("ports", "NCCL chooses its own; `checkmate nccl check` tries it")
         return
+    yield network_checks.ring_ports(ring_addresses(job, own_ranks), facts)
+    yield host_checks.trainers_buffers(facts, BUFFER_BYTES)
+
+
+def ring_addresses(job: Job, own_ranks: Sequence[Rank]) -> list[tuple[str, int]]:
+    """Return the addresses and ports of a host's ranks for rings, repairs, and rings within the host."""
+    rings = [(ring_ports, job.channels), *([] if job.lossless else [(repair_ports, 1)])]
     addresses = [
         (str(rank.ip), first + channel)
+        for ports, channels in rings
         for group in job.groups
-        for rank, first in zip(job.dp_groups[group].ranks, ring_ports(job, group), strict=True)
+        for rank, first in zip(job.dp_groups[group].ranks, ports(job, group), strict=True)
         if rank in own_ranks
-        for channel in range(job.channels)
-    ]
-    addresses += [
-        (str(rank.ip), port)
-        for group in (() if job.lossless else job.groups)
-        for rank, port in zip(job.dp_groups[group].ranks, repair_ports(job, group), strict=True)
-        if rank in own_ranks
+        for channel in range(channels)
     ]
     addresses += [
         (str(rank.ip), first + number)
@@ -264,5 +266,4 @@ def _ring(job: Job, ranks: Iterable[Rank], facts: Facts) -> Iterator[Finding]:
     if len(own_ranks) > 1:
         firsts = zip(own_ranks, host_ports(job, own_ranks), strict=True)
         addresses += [(str(rank.ip), first + more) for rank, first in firsts for more in (0, 1)]
-    yield network_checks.ring_ports(addresses, facts)
-    yield host_checks.trainers_buffers(facts, BUFFER_BYTES)
+    return addresses

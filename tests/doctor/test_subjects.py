@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from checkmate.doctor.diagnosis import ring_addresses
 from checkmate.doctor.subjects import NoSubject, any_host, choose, controller, guess, shadow
 from checkmate.job.schema import Job
 from checkmate.job.validation import of_data
 from checkmate.keys.roles import Role
+from checkmate.wire.ring_sockets import REPAIR_PORT, RING_PORT
 from testbed.jobs import job
 from tests.support.job_files import meshed
 
@@ -113,3 +116,12 @@ def test_the_first_and_the_last_rank_of_a_ring_tag() -> None:
     assert [choose(GPT, Role.TRAINER, rank, None).is_tagging for rank in range(3)] == [True, False, True]
     assert any_host(Role.TRAINER).is_tagging
     assert not controller(GPT).is_tagging
+
+
+def test_a_rank_listens_for_the_ring_and_for_what_is_sent_again() -> None:
+    """Ports of repairs only if copies may be lost."""
+    lossless = replace(job("gpt", ranks=3, nodes=1), channels=2)
+    ranks = lossless.dp_groups[0].ranks[1:2]
+    assert ring_addresses(lossless, ranks) == [(str(ranks[0].ip), RING_PORT + n) for n in range(2)]
+    addresses = ring_addresses(replace(lossless, lossless=False), ranks)
+    assert addresses[2:] == [(str(ranks[0].ip), REPAIR_PORT)]
