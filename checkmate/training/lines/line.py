@@ -34,6 +34,7 @@ from checkmate.rpc.channels import SUPERSEDED
 from checkmate.rpc.frames import ANSWER, GREETING, FrameError, Unpacker, pack
 from checkmate.rpc.protocol import ANSWER_BYTES, bounded, mismatch
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.training.lines.questions import Questions
 from checkmate.wire import tcp
 
 _log: Final = logging.getLogger("checkmate")
@@ -52,8 +53,6 @@ _WARNINGS_MAX, _TEXT_MAX = 16, 1000
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 1.0
 _AT_ONCE: Final = 1 << 20  # bytes taken from the queue before they are written
 _VANISHED_SECONDS: Final = 15
-_POLL_SECONDS: Final = (0.005, 0.05)
-"""Until a question for what a node lacks: after a record or a repair, and while it awaits copies."""
 _WAIT: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -97,11 +96,8 @@ class Line:
             at_risk: Returns in words what nobody else has if the node with this id is lost, or "".
             repairs: If the node may ask for copies again, the fields that all parts of this rank share.
         """
-        self._repairs = repairs
-        self._repaired: list[pb.RepairedRange] = []
-        self._poll_at = 0.0  # when to ask next what is missing
-        self._polled = False  # whether that is not answered yet
-        self._has_recorded = False  # whether a record was sent since
+        self._questions = Questions(repairs)
+        """For what the node lacks; with `_condition`."""
         self.node = node
         self.stub = stub
         self.begin_accepted = threading.Event()
@@ -152,8 +148,7 @@ class Line:
         with self._condition:
             if self._closing.is_set():  # after which `_wake` may be another file's
                 return
-            self._repaired.append(repaired)
-            self._poll_at = 0.0
+            self._questions.note_repaired(repaired)
             os.eventfd_write(self._wake, 1)
 
     def departed(self, iteration: int) -> bool:
@@ -269,7 +264,7 @@ class Line:
         with self._condition:
             self._warn_unsure()
             self._count_sent = self._calm = 0
-            self._polled, self._poll_at = False, 0.0
+            self._questions.begin_again()
             self._dequeued_iteration = self._kernel_iteration = -1
             self._flushed = False
         with selectors.DefaultSelector() as selector:
@@ -283,10 +278,11 @@ class Line:
                     self._kernel_iteration = self._dequeued_iteration
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
                 selector.modify(sock, events)
-                polls = self._repairs is not None and not self._polled and not outgoing
-                wait = max(self._poll_at - time.monotonic(), 0.0) if polls else math.inf
+                with self._condition:
+                    left = self._questions.seconds_left(time.monotonic())
+                wait = math.inf if outgoing else left
                 ready = {key.fd for key, _ in selector.select(None if math.isinf(wait) else wait)}
-                outgoing += self._poll() if not outgoing else b""
+                outgoing += self._question() if not outgoing else b""
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 if self._closing.is_set() or (self._finishing and not self._parts):
@@ -321,34 +317,23 @@ class Line:
                 data = pack(record, ANSWER if regular or len(record) >= _LARGE else 0)
                 self._dequeued_iteration = self._parts[self._count_sent].iteration
                 self._count_sent += 1
-                self._poll_at = min(self._poll_at, time.monotonic() + _POLL_SECONDS[0])
-                self._has_recorded = True
+                self._questions.note_record(time.monotonic())
                 room -= len(data)
                 yield data
             if self._finishing and not self._flushed and self._count_sent == len(self._parts):
                 self._flushed = True
                 yield pack(b"", ANSWER)
 
-    def _poll(self) -> bytes:
-        """Return the question for what the node lacks of this rank's streams, when it is time."""
-        now = time.monotonic()
-        if self._repairs is None or self._polled or now < self._poll_at:
-            return b""
-        self._polled = True  # or a node that is stopped would find many of them before its records
+    def _question(self) -> bytes:
+        """Return the frame of a question, when it is time."""
         with self._condition:
-            repaired, self._repaired = self._repaired, []
-            self._has_recorded = False
-            self._poll_at = now + (_POLL_SECONDS[0] if repaired else _POLL_SECONDS[1])
-        part = pb.RecordPart(iteration=-1, repair=pb.RepairTalk(repaired=repaired))
-        part.MergeFrom(self._repairs)
-        return pack(part.SerializeToString(), ANSWER)
+            part = self._questions.ask(time.monotonic())
+        return b"" if part is None else pack(part.SerializeToString(), ANSWER)
 
     def _handle_answer(self, reply: pb.RecordReply) -> None:
         if reply.iteration < 0 and not reply.superseded:
-            self._polled = False
             with self._condition:
-                if not (reply.awaits_copies or self._repaired or self._has_recorded):
-                    self._poll_at = math.inf  # until there is another record
+                self._questions.hear_answer(awaits_copies=reply.awaits_copies)
             self._take(reply)
             return  # a node answers a question also before it has begun this start
         if self._complaint:
