@@ -24,8 +24,7 @@ from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role
 from checkmate.ring.place import host_ports, repair_ports, ring_ports, tree_ports
 from checkmate.shadow.receive.connect import ORDINARY_BUFFER, RECEIVE_BUFFER
-from checkmate.wire.ring_sockets import BUFFER_BYTES, TREE_PORTS
-from checkmate.wire.tag import CHANNELS_MAX
+from checkmate.wire.ring_sockets import BUFFER_BYTES, TREE_CHANNEL_PORTS
 
 log = logging.getLogger("checkmate")
 
@@ -246,24 +245,25 @@ def _ring(job: Job, ranks: Iterable[Rank], facts: Facts) -> Iterator[Finding]:
 
 
 def ring_addresses(job: Job, own_ranks: Sequence[Rank]) -> list[tuple[str, int]]:
-    """Return the addresses and ports of a host's ranks for rings, repairs, and rings within the host."""
-    rings = [(ring_ports, job.channels), *([] if job.lossless else [(repair_ports, 1)])]
+    """Return the addresses and ports of a host's ranks for rings, repairs, trees, and rings in the host."""
     addresses = [
-        (str(rank.ip), first + channel)
-        for ports, channels in rings
-        for group in job.groups
-        for rank, first in zip(job.dp_groups[group].ranks, ports(job, group), strict=True)
-        if rank in own_ranks
-        for channel in range(channels)
-    ]
-    addresses += [
         (str(rank.ip), first + number)
         for group in job.groups
-        for rank, first in zip(job.dp_groups[group].ranks, tree_ports(job, group), strict=True)
-        if rank in own_ranks and job.has_trees(group)
-        for number in range(TREE_PORTS // (CHANNELS_MAX // 2) * job.channels)
+        for firsts, count in _ports_of_group(job, group)
+        for rank, first in zip(job.dp_groups[group].ranks, firsts, strict=True)
+        if rank in own_ranks
+        for number in range(count)
     ]
     if len(own_ranks) > 1:
         firsts = zip(own_ranks, host_ports(job, own_ranks), strict=True)
         addresses += [(str(rank.ip), first + more) for rank, first in firsts for more in (0, 1)]
     return addresses
+
+
+def _ports_of_group(job: Job, group: int) -> Iterator[tuple[list[int], int]]:
+    """Yield the first ports of each rank of a DP group, with their number."""
+    yield ring_ports(job, group), job.channels
+    if not job.lossless:
+        yield repair_ports(job, group), 1
+    if job.has_trees(group):
+        yield tree_ports(job, group), TREE_CHANNEL_PORTS * job.channels

@@ -15,14 +15,13 @@ from checkmate.ring.connections import Connections, Hop, Sender, connect
 from checkmate.ring.place import RingPlace
 from checkmate.tagger import Tagger
 from checkmate.tree.progress import TreeLink, TreeWay, links
-from checkmate.wire.ring_sockets import TREE_PORTS
+from checkmate.wire.ring_sockets import TREE_CHANNEL_PORTS
 from checkmate.wire.schedule import FIRST, LAST
-from checkmate.wire.tag import CHANNELS_MAX
 from checkmate.wire.tree import TreePlace, tree_place
 
 _SIDES: Final = (FIRST, LAST)
 _ENDS: Final = 3  # of a rank in a tree, on which it accepts: its parent's, and two children's
-assert CHANNELS_MAX // 2 * len(_SIDES) * _ENDS == TREE_PORTS
+assert len(_SIDES) * _ENDS == TREE_CHANNEL_PORTS
 
 
 @dataclass(frozen=True)

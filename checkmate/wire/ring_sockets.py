@@ -13,7 +13,9 @@ REPAIR_PORT: Final = 45000
 """The first port of repairs, of which each rank has one."""
 TREE_PORT: Final = 43000
 """The first port of trees, of which each rank has `TREE_PORTS`."""
-TREE_PORTS: Final = 24
-"""On each of 4 channels and in both trees: one for the parent, and two for children."""
+TREE_CHANNEL_PORTS: Final = 6
+"""In both trees: one for the parent, and two for children."""
+TREE_PORTS: Final = 4 * TREE_CHANNEL_PORTS
+"""The trees have at most 4 channels."""
 BUFFER_BYTES: Final = 4 << 20
 """Of each connection's send and receive buffer: a few slices, as the next one is copied during sending."""

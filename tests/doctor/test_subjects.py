@@ -13,7 +13,7 @@ from checkmate.doctor.subjects import NoSubject, any_host, choose, controller, g
 from checkmate.job.schema import Job
 from checkmate.job.validation import of_data
 from checkmate.keys.roles import Role
-from checkmate.wire.ring_sockets import REPAIR_PORT, RING_PORT
+from checkmate.wire.ring_sockets import REPAIR_PORT, RING_PORT, TREE_PORT
 from testbed.jobs import job
 from tests.support.job_files import meshed
 
@@ -125,3 +125,5 @@ def test_a_rank_listens_for_the_ring_and_for_what_is_sent_again() -> None:
     assert ring_addresses(lossless, ranks) == [(str(ranks[0].ip), RING_PORT + n) for n in range(2)]
     addresses = ring_addresses(replace(lossless, lossless=False), ranks)
     assert addresses[2:] == [(str(ranks[0].ip), REPAIR_PORT)]
+    in_trees = replace(lossless, collective="tree", tree_bytes=1)
+    assert ring_addresses(in_trees, ranks)[2:] == [(str(ranks[0].ip), TREE_PORT + n) for n in range(12)]
