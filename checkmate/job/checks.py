@@ -20,6 +20,7 @@ from checkmate.job.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, S
 from checkmate.job.tofino.ports import tofino_faults
 from checkmate.job.validation import ValidPart, addresses_of, parts, served_at, validated
 from checkmate.wire.tag import CHANNELS_MAX, NCCL_SHADOW_IDS, SHARDS_MAX
+from checkmate.wire.tree import FASTER_RANKS, MIN_RANKS
 
 PORTS_MOST: Final = 65535
 MAX_LISTED: Final = 16
@@ -275,6 +276,13 @@ def notes(job: Job) -> Iterator[str]:
             f"{job.job}: no DP group lists {'shadow nodes' if len(idle) > 1 else 'shadow node'} "
             f"{in_ranges(idle)}, so that nothing is held there (shadow_nodes of dp_groups)"
         )
+    if job.collective == "tree" and not any(map(job.has_trees, job.groups)):
+        least = MIN_RANKS if job.tree_bytes is not None else FASTER_RANKS
+        yield (
+            f"{job.job}: no DP group has trees (collective: tree), because all have fewer than "
+            f"{counted(least, 'rank')}"
+            + ("" if job.tree_bytes is not None else "; tree_bytes gives them some")
+        )
     if job.collective != "nccl" or job.mesh is not None:
         return
     for groups in job.groups_by_hosts():
@@ -284,7 +292,7 @@ def notes(job: Job) -> Iterator[str]:
             yield (
                 f"{job.job}: if DDP averages over the ranks of {pair}{more}, which share hosts, then "
                 "checkmate.restore and checkmate.protect refuse it with collective: nccl, because NCCL can't "
-                "sum within hosts yet: use collective: ring for that. Shards (HSDP) and stages are trained"
+                "sum within hosts yet: use ring or tree for that. Shards (HSDP) and stages are trained"
             )
 
 
@@ -319,13 +327,17 @@ def reduction_faults(
         )
     if collective != "tree" and tree_bytes is not None:
         yield Fault(("tree_bytes",), f"is for collective: tree, and this is {collective}: remove it")
-    most = CHANNELS_MAX // 2
-    if collective == "tree" and channels > most:
+    if channels > (most := most_channels(collective)):
         yield Fault(
             ("channels",),
             f"is {channels}; with collective: tree, the trees have as many channels beside the ring's, "
             f"and both together {CHANNELS_MAX} at most: 1 to {most}",
         )
+
+
+def most_channels(collective: Collective) -> int:
+    """Return the most `channels` that a job may have: trees have as many of their own."""
+    return CHANNELS_MAX // 2 if collective == "tree" else CHANNELS_MAX
 
 
 def _is_number(value: object, most: int) -> bool:

@@ -55,8 +55,8 @@ def _beyond_nccl(collective: object, mesh: Mesh, gpus: int) -> Iterator[Fault]:
     if collective == "nccl" and (local := replicas_on_a_host(mesh, gpus)) > 1:
         yield Fault(
             ("collective",),
-            f"nccl can't sum over the {local} replicas that the mesh puts on each host yet: use ring, or "
-            f"make the ranks of a host shards of one replica (dp_shard: {gpus})",
+            f"nccl can't sum over the {local} replicas that the mesh puts on each host yet: use ring or "
+            f"tree, or make the ranks of a host shards of one replica (dp_shard: {gpus})",
         )
 
 

@@ -309,7 +309,7 @@ class Job(Frozen):
     tag: TagSettings = TagSettings()
     collective: Collective = "ring"
     """What reduces gradients: Checkmate's own ring, with trees for small buckets or without, or NCCL."""
-    tree_bytes: Annotated[int, whole(0, TREE_BYTES_MAX)] | None = None
+    tree_bytes: Annotated[int, whole(1, TREE_BYTES_MAX)] | None = None
     """Size of the largest buckets that go over the trees, if there are any."""
     channels: Annotated[int, whole(1, wire.CHANNELS_MAX)] = 1
     lossless: Flag = True

@@ -28,7 +28,10 @@ _MAY_CHANGE: Final = frozenset(
         "tree_bytes",
     )
 ) | {"min_replicas", "replacement_seconds"}
-"""Fields of a job that a running node can see changed: ranks, and what it does not use itself."""
+"""Fields of a job that a running node can see changed: ranks, and what it does not use itself.
+
+A start whose groups have trees where the node knows none, or the reverse, is refused as it begins.
+"""
 
 
 @dataclass(frozen=True)

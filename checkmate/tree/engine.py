@@ -1,7 +1,8 @@
-"""Moves the bytes of buckets through both trees: one thread for each channel, which never blocks on a link.
+"""Moves the bytes of buckets through both trees: one thread a channel, which waits for all links at once.
 
 A rank has up to eight links on a channel, most of which wait for another one. With a thread for each, a slice
-would wait for two of the interpreter's switches at each rank that it passes; here it passes in one.
+would wait for two of the interpreter's switches at each rank that it passes; here it passes in one. A root
+waits for acknowledgements alone, too, if more of its chunks are on their way than the tagger has room for.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +43,8 @@ class _Flow:
     scratch_view: memoryview
     offset: int = 0
     """Bytes of the next slice that have passed."""
+    has_begun: bool = False
+    """Whether the slice's beginning was announced, if it is sent."""
 
     @property
     def socket(self) -> socket.socket:
@@ -81,14 +85,16 @@ class TreeEngine(Engine):
                     scratch = torch.empty(slice_bytes if adds else 0, dtype=torch.uint8)
                     flow = _Flow(end, progress, sequence, chunks, scratch, byte_view(scratch))
                     self._flows[channel].append(flow)
+        self._wake_lock = threading.Lock()
         self._wakes = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in channels]
 
     def close(self) -> None:
         """End the threads. If buckets are in progress, this breaks the connections."""
         super().close()
-        for wake in self._wakes:
-            os.close(wake)
-        self._wakes = []
+        with self._wake_lock:
+            wakes, self._wakes = self._wakes, []
+            for wake in wakes:
+                os.close(wake)
 
     def _workers(self) -> Iterator[Worker]:
         for channel in range(self._tree.place.channels):
@@ -96,8 +102,9 @@ class TreeEngine(Engine):
 
     def _wake(self) -> None:
         """Have threads look at `_submitted` again."""
-        for wake in self._wakes:
-            os.eventfd_write(wake, 1)
+        with self._wake_lock:  # after `close`, the numbers may be those of other files
+            for wake in self._wakes:
+                os.eventfd_write(wake, 1)
 
     def _pass_on(self, channel: int) -> None:
         """Pass slices on as far as they have come, and wait for more, until the engine ends."""
@@ -107,37 +114,34 @@ class TreeEngine(Engine):
             submitted = self._submitted.value
             for progress, sequence in trees:
                 progress.submit(sequence.slices_until(submitted))
-            blocked = self._move(channel, flows)
-            while count < submitted and all(p.complete >= t.slices_until(count + 1) for p, t in trees):
+            moved = [flow for flow in flows if self._move(channel, flow)]
+            while count < submitted and all(p.complete >= s.slices_until(count + 1) for p, s in trees):
                 self._finish(count % len(self._buckets))
                 count += 1
-            if self._submitted.value == submitted:
+            if not moved and self._submitted.value == submitted:
                 poll = select.poll()
                 poll.register(wake, select.POLLIN)
-                for flow in blocked:
-                    poll.register(flow.socket, select.POLLOUT if flow.end.link.way.sends else select.POLLIN)
+                for flow in flows:
+                    if flow.progress.may_pass(flow.end.link):
+                        way = select.POLLOUT if flow.end.link.way.sends else select.POLLIN
+                        poll.register(flow.socket, way)
                 poll.poll()
                 with suppress(BlockingIOError):
                     os.eventfd_read(wake)
 
-    def _move(self, channel: int, flows: Sequence[_Flow]) -> list[_Flow]:
-        """Pass all slices on that may pass now. Return the flows whose connections have to be waited for."""
-        blocked: dict[int, _Flow] = {}
-        has_moved = True
-        while has_moved:
-            has_moved = False
-            for number, flow in enumerate(flows):
-                while number not in blocked and flow.progress.may_pass(flow.end.link):
-                    try:
-                        count = self._send(channel, flow) if flow.end.link.way.sends else self._receive(flow)
-                    except OSError as error:
-                        way = "to" if flow.end.link.way.sends else "from"
-                        raise self._broken(channel, way, flow.end.peer, error) from error
-                    if count:
-                        has_moved = True
-                    else:
-                        blocked[number] = flow
-        return list(blocked.values())
+    def _move(self, channel: int, flow: _Flow) -> bool:
+        """Pass on what may pass now. Return whether anything has moved."""
+        has_moved = False
+        while flow.progress.may_pass(flow.end.link):
+            try:
+                count = self._send(channel, flow) if flow.end.link.way.sends else self._receive(flow)
+            except OSError as error:
+                way = "to" if flow.end.link.way.sends else "from"
+                raise self._broken(channel, way, flow.end.peer, error) from error
+            if not count:
+                break
+            has_moved = True
+        return has_moved
 
     def _send(self, channel: int, flow: _Flow) -> int:
         """Send the next bytes of a slice; return how many the kernel took."""
@@ -146,7 +150,8 @@ class TreeEngine(Engine):
         number = flow.progress.passed(link)
         part = flow.sequence.slice(number)
         view = self._views[part.bucket][part.start : part.stop]
-        if not flow.offset:
+        if not flow.has_begun:  # the kernel may have taken nothing of it, so its offset does not tell
+            flow.has_begun = True
             is_tagged = self._tags(flow)
             shadow_id = self._buckets[part.bucket].shadow_id if is_tagged else None
             if is_tagged and number % len(flow.sequence.slices) == 0:
@@ -188,5 +193,5 @@ class TreeEngine(Engine):
     def _advance(self, flow: _Flow, count: int, length: int) -> None:
         flow.offset += count
         if flow.offset == length:
-            flow.offset = 0
+            flow.offset, flow.has_begun = 0, False
             flow.progress.note_passed(flow.end.link)

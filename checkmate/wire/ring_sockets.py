@@ -11,7 +11,7 @@ HOST_PORT: Final = 46000
 HOST_PORTS: Final = 2
 REPAIR_PORT: Final = 45000
 """The first port of repairs, of which each rank has one."""
-TREE_PORT: Final = 43000
+TREE_PORT: Final = 38000
 """The first port of trees, of which each rank has `TREE_PORTS`."""
 TREE_CHANNEL_PORTS: Final = 6
 """In both trees: one for the parent, and two for children."""

@@ -99,8 +99,8 @@ class Ends:
 class Hello:
     """The first message of a shadow node on a new stream (design, section 4).
 
-    `base` is the position in the stream at which it joins, mod 2^32; `boundary` is 2 x (the DP group's index)
-    + side; `time` is in microseconds since the epoch, by the node's clock.
+    `base` is the position in the stream at which it joins, mod 2^32; `boundary` is its id within
+    the job (`checkmate.job.boundaries`); `time` is in microseconds since the epoch, by the node's clock.
     """
 
     base: int

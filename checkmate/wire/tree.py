@@ -27,7 +27,7 @@ KIND: Final = "tree"
 TREE_BYTES: Final = 256 << 10
 """Buckets up to this size go over the trees by default: for larger ones a ring is faster."""
 TREE_BYTES_MAX: Final = 1 << 31
-"""Half of a bucket is a chunk, whose length has 31 bits."""
+"""Half of a bucket is a chunk, whose length must be below this."""
 MIN_RANKS: Final = 3
 """With two ranks, trees and ring send the same bytes, so the ring has them all."""
 FASTER_RANKS: Final = 8

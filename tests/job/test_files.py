@@ -207,7 +207,7 @@ def test_a_misspelt_switch_of_the_first_rank_is_the_only_fault(tmp_path: Path) -
     [
         ({"collective": "tree", "channels": 5}, "channels", "both together 8 at most: 1 to 4"),
         ({"tree_bytes": 9}, "tree_bytes", "is for collective: tree, and this is ring: remove it"),
-        ({"collective": "tree", "tree_bytes": -1}, "tree_bytes", "must be from 0 to 2147483648, not -1"),
+        ({"collective": "tree", "tree_bytes": 0}, "tree_bytes", "must be from 1 to 2147483648, not 0"),
         ({"collective": "tree", "lossless": False}, "lossless", "with collective: tree, the network must be"),
         ({"collective": "nccl", "lossless": False}, "lossless", "with collective: nccl, the network must be"),
     ],

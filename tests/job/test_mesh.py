@@ -126,8 +126,8 @@ def test_replicas_on_a_host_need_the_ring(tmp_path: Path) -> None:
     """NCCL has no reduction within hosts, and only DDP trains such a mesh."""
     messages = faults(tmp_path, meshed(replicate=4, gpus=2) | {"collective": "nccl"})
     assert messages == {
-        "collective": "nccl can't sum over the 2 replicas that the mesh puts on each host yet: use ring, or "
-        "make the ranks of a host shards of one replica (dp_shard: 2)"
+        "collective": "nccl can't sum over the 2 replicas that the mesh puts on each host yet: use ring or "
+        "tree, or make the ranks of a host shards of one replica (dp_shard: 2)"
     }
     for data in (meshed(replicate=4), meshed(shard=2, gpus=2)):
         assert read_job(write(tmp_path, data | {"collective": "nccl"})).collective == "nccl"

@@ -181,7 +181,7 @@ def test_what_nccl_will_not_train_is_said_for_groups_on_the_same_hosts(tmp_path:
     )
     printed = invoke("validate", tmp_path / "job.yaml", "--json")[1]
     data = json.loads(printed[printed.index("{") :])
-    assert "use collective: ring for that" in data["notes"][0]
+    assert "use ring or tree for that" in data["notes"][0]
     assert "note" not in invoke("validate", write(tmp_path, hosted()))[1]
     assert "note" not in invoke("validate", write(tmp_path, job_data(groups=2) | {"collective": "nccl"}))[1]
 
@@ -197,6 +197,17 @@ def test_gaps_in_ranks_and_idle_shadow_nodes_are_noted(tmp_path: Path) -> None:
         "torch numbers 3 ranks from 0 to 2"
     )
     assert idle.startswith("demo: no DP group lists shadow nodes 1-3, so that nothing is held there")
+
+
+def test_trees_that_no_group_has_are_noted(tmp_path: Path) -> None:
+    data = job_data(ranks=7) | {"collective": "tree"}
+    (absent,) = checks.notes(read_job(write(tmp_path, data)))
+    assert absent == (
+        "demo: no DP group has trees (collective: tree), because all have fewer than 8 ranks; "
+        "tree_bytes gives them some"
+    )
+    assert not [*checks.notes(read_job(write(tmp_path, data | {"tree_bytes": 1})))]
+    assert not [*checks.notes(read_job(write(tmp_path, job_data(ranks=8) | {"collective": "tree"})))]
 
 
 @pytest.mark.parametrize("rank", [{"rank": 0}, {"rank": 0, "host": "a", "ip": "10.0.0.1"}, {"host": "a"}])

@@ -143,7 +143,10 @@ def test_the_ring_s_layout_has_no_name_for_its_slicing() -> None:
 @pytest.mark.parametrize(
     ("slicing", "message"),
     [
-        ({"kind": "butterfly"}, "its slicing is none that this version of Checkmate knows: {'kind': 'butterfly'}"),
+        (
+            {"kind": "butterfly"},
+            "its slicing is none that this version of Checkmate knows: {'kind': 'butterfly'}",
+        ),
         ([1], "its slicing is none that this version"),
         ({"kind": "nccl"}, "the parameters of its slicing must be cell, "),
         ({**SMALL.describe(), "cell": 16384.0}, "the parameters of its slicing must be cell, "),

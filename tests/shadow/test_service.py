@@ -31,6 +31,7 @@ from checkmate.shadow.receive.part_listener import MOST_BUFFER
 from checkmate.shadow.service import ServeError, records_listener
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
+from checkmate.wire.tree import TreeSlicing
 from testbed.copies import Copies, local_job
 from testbed.ports import free_port
 from testbed.record_line import RecordLine
@@ -114,6 +115,10 @@ def request_of(of: Job, **changes: Any) -> pb.BeginRequest:
         (
             {"layout": make_layout([WEIGHT], 5).to_json()},
             "a layout of 5 shards: DP group 0 of job demo has 1",
+        ),
+        (
+            {"layout": make_layout([WEIGHT], 1, slicing=TreeSlicing()).to_json()},
+            "a layout with trees: here, DP group 0 of job demo has none",
         ),
         ({"optimizer": pb.OptimizerSpec(name="torch.optim.LBFGS")}, "unsupported optimizer"),
         (

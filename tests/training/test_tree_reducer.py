@@ -15,6 +15,7 @@ from checkmate.training.gradients.ring_reducer import RingReducer
 from checkmate.tree.connections import connect_tree
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
+from checkmate.wire.ring_sockets import TREE_CHANNEL_PORTS
 from checkmate.wire.tree import TreeSlicing
 from testbed.ports import free_port
 from tests.support.rings import averaged, loopback, on_all_ranks, random_values, same_bits
@@ -36,11 +37,11 @@ Outcomes = queue.SimpleQueue[int | RingError]
 def on_reducers(ranks: int, work: Callable[[int, RingReducer, Outcomes], bool]) -> list[bool]:
     """Return what `work` returns of each rank's reducer and the outcomes that it reports."""
     channels = 2
-    first = free_port(200)
+    of_ring, of_trees = free_port(channels), free_port(TREE_CHANNEL_PORTS * channels)
 
     def connected(rank: int) -> bool:
-        place = RingPlace(rank, loopback(ranks), channels, port=first, fingerprint=LAYOUT.fingerprint)
-        beside = RingPlace(rank, loopback(ranks), channels, port=first + 100)
+        place = RingPlace(rank, loopback(ranks), channels, port=of_ring, fingerprint=LAYOUT.fingerprint)
+        beside = RingPlace(rank, loopback(ranks), channels, port=of_trees)
         with ExitStack() as stack:
             ring = stack.enter_context(connect_ring(place, timeout=20))
             tree = stack.enter_context(connect_tree(beside, timeout=20))

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from checkmate.ring.place import RingError, RingPlace
+from checkmate.tagger import Tagger
+from checkmate.tagger.program import SocketState
 from checkmate.tree.connections import Tree, connect_tree
 from checkmate.tree.engine import TreeEngine
 from checkmate.wire.schedule import Bucket
@@ -40,7 +46,7 @@ class Averaging:
 
 
 def with_trees(ranks: int, channels: int, work: Callable[[Tree], Result]) -> list[Result]:
-    first = free_port(64)
+    first = free_port(12)
 
     def connect_and_work(rank: int) -> Result:
         with connect_tree(RingPlace(rank, loopback(ranks), channels, port=first), timeout=20) as tree:
@@ -125,6 +131,48 @@ def test_close_with_buckets_in_progress_breaks_the_tree() -> None:
 
 
 def test_a_missing_rank_is_named() -> None:
-    first = free_port(64)
+    first = free_port(12)
     with pytest.raises(RingError, match="rank 0 can't reach rank 2 "):
         connect_tree(RingPlace(0, loopback(3), 1, port=first), timeout=0.2)
+
+
+class _SilentTagger:
+    """A tagger that takes ranges, and writes no tags."""
+
+    def store(self, sock: socket.socket, state: SocketState) -> None:
+        state.established = 1
+
+    fetch = store
+
+
+def test_a_root_whose_buffer_is_full_as_a_chunk_begins_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes nothing of the chunk then, which must not begin a second time."""
+    monkeypatch.setattr("checkmate.ring.connections.BUFFER_BYTES", 1 << 16)
+    ranks, count, elements = 3, 60, 1 << 14
+    first = free_port(12)
+
+    def work(rank: int) -> bool:
+        tagger = cast(Tagger, _SilentTagger()) if rank != 1 else None
+        place = RingPlace(rank, loopback(ranks), 1, port=first)
+        with connect_tree(place, tagger, timeout=20) as tree:
+            tensors = [torch.full((elements,), float(rank)) for _ in range(count)]
+            averaging = Averaging(tree, tensors, 1 << 14)
+            averaging.run()
+            averaging.engine.close()
+            return all(bool((tensor == 1.0).all()) for tensor in tensors)
+
+    assert on_all_ranks(ranks, work) == [True] * ranks
+
+
+def test_nothing_is_written_to_files_that_have_the_numbers_of_closed_ones(tmp_path: Path) -> None:
+    """A thread may submit a bucket while another one closes the engine."""
+
+    def work(tree: Tree) -> bytes:
+        averaging = Averaging(tree, [torch.ones(100)], 4096)
+        averaging.engine.close()
+        with ExitStack() as stack:
+            files = [stack.enter_context((tmp_path / f"{tree.place.rank}.{n}").open("wb")) for n in range(9)]
+            averaging.engine._wake()
+            return b"".join(Path(file.name).read_bytes() for file in files)
+
+    assert with_trees(3, 1, work) == [b""] * 3

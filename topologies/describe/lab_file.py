@@ -55,7 +55,7 @@ class LabFile(Frozen):
     channels: Annotated[int, whole(1, 8)] = 1
     replicas: Annotated[int, whole(1, SHARDS_MAX)] = 1
     collective: Collective = "ring"
-    tree_bytes: Annotated[int, whole(0, TREE_BYTES_MAX)] | None = None
+    tree_bytes: Annotated[int, whole(1, TREE_BYTES_MAX)] | None = None
     lossless: Flag = True
     switches: Annotated[tuple[_SwitchName, ...], items(1, 50)]
     links: Annotated[tuple[tuple[_SwitchName, _SwitchName], ...], at_most(150)] = ()

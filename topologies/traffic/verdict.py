@@ -31,8 +31,9 @@ class Digest:
 class StreamRow:
     """One shadow stream. `read` or `tagged` is `None` if that side has not reported it."""
 
-    group: int
-    side: int
+    group: int | None
+    side: int | None
+    """`None` for a stream that is not of the job."""
     boundary: int
     channel: int
     shadow_id: int
@@ -93,7 +94,7 @@ def compare(
         rows.append(row)
     keys = {(row.boundary, row.channel, row.shadow_id, row.node) for row in rows}
     rows += [
-        StreamRow(*divmod(key[0], 2), *key, "not of this job", None, digest)
+        StreamRow(None, None, *key, "not of this job", None, digest)
         for key, digest in read.items()
         if key not in keys
     ]
@@ -106,8 +107,8 @@ def table(verdict: StreamsVerdict) -> FittedTable:
     streams_table = FittedTable("shadow streams", *columns, numbers=("bytes",))
     for row in verdict.rows:
         streams_table.add_row(
-            str(row.group),
-            SIDES[row.side],
+            "-" if row.group is None else str(row.group),
+            "-" if row.side is None else SIDES[row.side],
             str(row.channel),
             "-" if row.shard is None else str(row.shard),
             str(row.node),

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Final, Protocol, TypeVar
 
 from checkmate.base.wording import counted
+from checkmate.job.checks import most_channels
 from checkmate.job.faults import Fault
 from checkmate.job.mesh import groups_key
 from checkmate.job.schema import Job
@@ -16,7 +17,7 @@ from checkmate.planner.capacity.plan import Capacity, SwitchUse
 from checkmate.planner.demand import Demand, NicDemand, NodeDemand
 from checkmate.planner.units import NODES_MAX, show_enough
 from checkmate.shadow.receive.hold_plans import FARTHEST
-from checkmate.wire.tag import CHANNELS_MAX, SHARDS_MAX
+from checkmate.wire.tag import SHARDS_MAX
 
 MAX_CORES: Final = 512
 """Maximum number of a node's cores to propose."""
@@ -112,7 +113,7 @@ def _stream_length(capacity: Capacity) -> Check:
     def fits(job: Job) -> bool:
         return replace(demand, job=job).longest_stream < FARTHEST
 
-    more = range(demand.job.channels + 1, CHANNELS_MAX + 1)
+    more = range(demand.job.channels + 1, most_channels(demand.job.collective) + 1)
     channels = next((c for c in more if fits(replace(demand.job, channels=c))), None)
     changes = [f"{channels} channels"] if channels else []
     changes += fewest_more_nodes(demand.job, demand.nodes[0].node, fits)

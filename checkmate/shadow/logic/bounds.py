@@ -33,6 +33,7 @@ from checkmate.wire.layout import Layout, from_json
 from checkmate.wire.parameter import LayoutError
 from checkmate.wire.repair import COMPARED_BYTES, DIGEST_BYTES
 from checkmate.wire.repair import MAX_BYTES as REPAIR_BYTES
+from checkmate.wire.tree import TreeSlicing
 
 WINDOW: Final = 1 << 20
 """Iterations by which a message may be ahead of the newest iteration that is known here."""
@@ -308,6 +309,14 @@ def _layout(job: Job, request: pb.BeginRequest) -> Layout:
         raise CallRefused(
             f"a layout of {counted(layout.shards, 'shard')}: DP group {request.group} of job {job.job} has "
             f"{shards}; trainers and shadow nodes must read the same job file"
+        )
+    has_trees = isinstance(layout.slicing, TreeSlicing)
+    if has_trees != job.has_trees(request.group):
+        with_trees, present = ("with trees", "none") if has_trees else ("without trees", "some")
+        raise CallRefused(
+            f"a layout {with_trees}: here, DP group {request.group} of job {job.job} has {present} "
+            "(collective, tree_bytes); trainers and shadow nodes must read the same job file, and a node "
+            "that runs does not follow such a change alone: start it again"
         )
     return layout
 

@@ -162,7 +162,7 @@ class GradientBuckets:
         return self._ends[iteration]
 
     def has_passed(self, node: int, iteration: int, ends: Mapping[tuple[int, int], int]) -> bool:
-        """Return whether the next rank has acknowledged all bytes up to these ends: the switch has them."""
+        """Return whether all bytes up to these ends are acknowledged: the switch has them."""
         return self._reducer.is_acknowledged(ends)
 
     def give_up(self) -> None:

@@ -150,7 +150,7 @@ class HostReducer:
         return self._inner.ends()
 
     def is_acknowledged(self, ends: Ends) -> bool:
-        """Return whether the next rank has acknowledged all bytes up to these ends."""
+        """Return whether the ranks that they go to have acknowledged all bytes up to these ends."""
         return self._inner.is_acknowledged(ends)
 
     def give_up(self) -> None:

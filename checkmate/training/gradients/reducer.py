@@ -54,7 +54,7 @@ class Reducer(Protocol):
         """
 
     def is_acknowledged(self, ends: Ends) -> bool:
-        """Return whether the next rank has acknowledged all bytes up to these ends, as `ends` returned."""
+        """Return whether other ranks have acknowledged all bytes up to these ends, as `ends` returned."""
 
     def give_up(self) -> None:
         """Note that the script ends by an error, of which other ranks of this host are told at `close`."""

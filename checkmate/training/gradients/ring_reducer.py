@@ -88,9 +88,14 @@ class RingReducer:
         self._on_done, self._on_error = on_done, on_error
         slicing = self.layout.slicing
         small = [isinstance(slicing, TreeSlicing) and slicing.by_tree(bucket) for bucket in self._schedule]
-        for over_trees in (False, True):
-            if numbers := [number for number, is_small in enumerate(small) if is_small == over_trees]:
-                self._start(numbers, over_trees=over_trees)
+        try:
+            for over_trees in (False, True):
+                if numbers := [number for number, is_small in enumerate(small) if is_small == over_trees]:
+                    self._start(numbers, over_trees=over_trees)
+        except BaseException:
+            for engine in self._engines:
+                engine.close()
+            raise
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_SECONDS, self._interval))
 

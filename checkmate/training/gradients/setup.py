@@ -175,7 +175,7 @@ def connect(
     Raises:
         KeysError: The keys of role trainer are missing or can't be used.
         TaggerUnavailable: On all ranks, if one of them can't tag.
-        RingError: The ring could not be connected.
+        RingError: The ring or the trees could not be connected.
     """
     group = f" {place.group}" if place.job.hosts else ""  # its ranks' addresses may be those of others
     where = RingPlace(

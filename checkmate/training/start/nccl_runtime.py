@@ -152,12 +152,12 @@ class TorchNccl:
         if any(device.type != "cuda" for device in devices):
             return (
                 f"the model is on {', '.join(names)}, and collective: nccl needs it on a GPU: move it there "
-                "before DDP, or set collective: ring in the job file"
+                "before DDP, or set collective: ring or tree in the job file"
             )
         if len(names) > 1:
             return f"the model is on {', '.join(names)}, and collective: nccl needs one GPU for each rank"
         if not dist.is_nccl_available() or not torch.cuda.is_available():
-            return "this PyTorch has no NCCL or no GPU: install one for CUDA, or set collective: ring"
+            return "this PyTorch has no NCCL or no GPU: install one for CUDA, or set collective: ring or tree"
         return ""
 
     def open(self, place: Place, device: torch.device) -> Communicator:

@@ -487,5 +487,5 @@ def _check_hosts(job: Job, groups: Sequence[int]) -> None:
     if job.collective == "nccl":
         raise SessionError(
             f"DDP averages over the ranks of {names}, several on each host, which collective: "
-            f"{job.collective} can't do yet: use collective: ring"
+            f"{job.collective} can't do yet: use collective: ring or tree"
         )

@@ -196,7 +196,7 @@ def test_models_on_a_cpu_are_refused(ranks: RankProcesses) -> None:
     for rank in range(2):
         assert errors[rank] == (
             f"rank {rank} (192.168.0.{rank}): the model is on cpu, and collective: nccl needs it on a GPU: "
-            "move it there before DDP, or set collective: ring in the job file"
+            "move it there before DDP, or set collective: ring or tree in the job file"
         )
 
 
