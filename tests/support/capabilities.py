@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from checkmate.base.privileges import Capability
@@ -25,8 +26,10 @@ def check_keeps(pid: int, *capabilities: Capability, bounding: Iterable[Capabili
         for members in (capabilities, capabilities if bounding is None else bounding)
     )
     expected = {"CapPrm": mask, "CapEff": mask, "CapBnd": most, "CapInh": f"{0:016x}", "CapAmb": f"{0:016x}"}
-    threads = list(Path(f"/proc/{pid}/task").iterdir())
-    assert threads
-    for thread in threads:
-        sets = dict(_LINE.findall((thread / "status").read_text()))
-        assert sets == {**expected, "NoNewPrivs": "1"}, (thread / "comm").read_text()
+    count = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            sets, comm = dict(_LINE.findall((thread / "status").read_text())), (thread / "comm").read_text()
+            assert sets == {**expected, "NoNewPrivs": "1"}, comm
+            count += 1
+    assert count
