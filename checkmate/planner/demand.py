@@ -19,6 +19,7 @@ from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.shadow.receive.hold_plans import SETS
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
+from checkmate.wire.repair import sent_iterations
 from checkmate.wire.schedule import RING_SLICING, Slicing
 from checkmate.wire.shares import WHOLE, Share
 
@@ -99,6 +100,18 @@ class NodeDemand:
 
 
 @dataclass(frozen=True)
+class BoundaryDemand:
+    """What a rank tags in an iteration, and the host memory that it needs for repairs."""
+
+    group: int
+    side: int
+    rank: int
+    tagged_bytes: int
+    repair_memory: int
+    """0 if the job's network loses no copies."""
+
+
+@dataclass(frozen=True)
 class Demand:
     """The demand of a job. `models` has the stage of each DP group, of which it may have a share.
 
@@ -144,6 +157,25 @@ class Demand:
     def streams(self) -> tuple[boundaries.Stream, ...]:
         """Every stream of the job."""
         return tuple(boundaries.streams(self.job))
+
+    @cached_property
+    def boundary_ranks(self) -> tuple[BoundaryDemand, ...]:
+        """The ranks that tag: the first and the last one of each DP group, whatever reduces its gradients."""
+        sent: dict[tuple[int, int, int], dict[tuple[int, int], int]] = {}
+        for stream in self.streams:
+            hop = stream.boundary
+            of_rank = sent.setdefault((hop.group, hop.side, hop.source.rank), {})
+            of_rank[stream.channel, stream.shard] = sum(self._rounds(stream))  # once, for all holders
+        return tuple(
+            BoundaryDemand(
+                *key,
+                tagged_bytes=sum(sizes.values()),
+                repair_memory=0
+                if self.job.lossless
+                else sum(sent_iterations(nbytes) * nbytes for nbytes in sizes.values() if nbytes),
+            )
+            for key, sizes in sorted(sent.items())
+        )
 
     @cached_property
     def longest_stream(self) -> int:

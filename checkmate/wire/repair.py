@@ -28,6 +28,11 @@ Stream = tuple[int, int]
 """Channel and shard of a stream that a rank tags."""
 
 
+def sent_iterations(nbytes: int) -> int:
+    """Return how many iterations a rank keeps of a stream with that many bytes in each."""
+    return max(SENT_ITERATIONS, min(SENT_BYTES // nbytes, SENT_ITERATIONS_MOST))
+
+
 class RepairRequest(NamedTuple):
     """A node's request: bytes [missing, stop) of a stream again, and the digest of [start, stop)."""
 
@@ -105,8 +110,7 @@ class SentStream:
 
     def _begin(self) -> None:
         iterations = self._iterations
-        most = max(SENT_ITERATIONS, min(SENT_BYTES // self.nbytes, SENT_ITERATIONS_MOST))
-        while len(iterations) >= most:
+        while len(iterations) >= sent_iterations(self.nbytes):
             self._spare.append(iterations.popleft().data)
             self._oldest += 1
         data = self._spare.pop() if self._spare else memoryview(bytearray(self.nbytes))

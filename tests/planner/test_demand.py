@@ -74,6 +74,27 @@ def test_streams_are_as_long_as_shadow_nodes_expect(jobs: list[Job], sizes: list
     assert sum(lengths) == sum(nic.nbytes for nic in needs.nics)
 
 
+@given(lists_of_jobs(most=1), SIZES)
+def test_boundary_ranks_tag_all_once(jobs: list[Job], sizes: list[int]) -> None:
+    (demo_job,) = jobs
+    whole = model(*sizes)
+    ranks = demand(demo_job, whole).boundary_ranks
+    tagged_bytes = sum(rank.tagged_bytes for rank in ranks)
+    assert tagged_bytes == whole.nbytes * len(demo_job.dp_groups)
+    assert {rank.rank for rank in ranks} == {
+        group.ranks[place].rank for group in demo_job.dp_groups for place in (0, -1)
+    }
+    assert not any(rank.repair_memory for rank in ranks)
+
+
+def test_a_rank_keeps_four_iterations_for_repairs_or_64_mb_of_a_stream() -> None:
+    large, small = (model(elements) for elements in (1 << 26, 1 << 20))
+    for whole, iterations in ((large, 4), (small, 32)):
+        first, last = demand(job(ranks=2, nodes=1, lossless=False), whole).boundary_ranks
+        assert first.repair_memory == iterations * first.tagged_bytes
+        assert last.tagged_bytes == whole.nbytes // 2
+
+
 def test_two_nics_are_full_in_round_0_and_half_full_after() -> None:
     """The paper's section "Reassembling Buckets on Shadow Nodes"."""
     needs = demand(job(ranks=6, nics=2, channels=4), load_model("GPT3-XL"))

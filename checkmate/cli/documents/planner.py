@@ -5,7 +5,7 @@ from __future__ import annotations
 from checkmate.cli.documents.base import DocumentPart, JsonDocument
 from checkmate.planner.capacity.plan import SwitchUse
 from checkmate.planner.cost.report import Scheme
-from checkmate.planner.demand import ShardDemand
+from checkmate.planner.demand import BoundaryDemand, ShardDemand
 from checkmate.planner.profile.sizing import Sizing
 from checkmate.planner.profile.tables import ProfileFigure
 from checkmate.planner.scaling import StepTimes
@@ -163,6 +163,7 @@ class CapacityDocument(AnyCapacityDocument):
     transceivers: int
     ports_of_the_rule: int
     switches: list[SwitchUse]
+    boundary_ranks: list[BoundaryDemand]
     nics: list[NicPart]
     nodes: list[NodePart]
 

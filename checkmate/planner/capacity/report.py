@@ -29,6 +29,7 @@ def data(capacity: Capacity, checks: Sequence[Check]) -> dict[str, object]:
         **_models_data(capacity),
         **_counts(capacity),
         "switches": [asdict(use) for use in capacity.switches],
+        "boundary_ranks": [asdict(rank) for rank in demand.boundary_ranks],
         "nics": [_nic_data(capacity, nic) for nic in demand.nics],
         "nodes": [_node_data(capacity, node) for node in demand.nodes],
         **_results_data(capacity, checks, capacity.unchecked),
@@ -254,6 +255,11 @@ def _hardware(capacity: Capacity) -> FittedTable:
     table.add_row("  the paper's rule: 2 per DP group and replica", f"{counts['ports_of_the_rule']:,}")
     table.add_row("shadow NICs", f"{counts['shadow_nics']:,}")
     table.add_row("transceivers, 2 per NIC", f"{counts['transceivers']:,}")
+    ranks = capacity.demand.boundary_ranks
+    table.add_row("ranks that tag, the first and last of each DP group", f"{len(ranks):,}")
+    table.add_row("  tagged by one, an iteration, at most", size(max(r.tagged_bytes for r in ranks)))
+    if not capacity.demand.job.lossless:
+        table.add_row("  its host's memory for repairs, at most", size(max(r.repair_memory for r in ranks)))
     return table
 
 
