@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure as Picture
@@ -27,13 +27,23 @@ from matplotlib.figure import Figure as Picture
 from benchmarks.figures import Result, data, from_data, markdown
 from checkmate.base.wording import counted
 
-PLOTTED: Final[Mapping[str, tuple[str, str]]] = {
-    "iteration": ("", "iteration time, as a ratio"),
-    "recovery": ("s", "seconds"),
-    "allreduce": ("", "time of the ring's AllReduce / gloo's"),
-    "control_plane": ("s", "seconds"),
+
+class Plot(NamedTuple):
+    """The unit of the figures that a plot shows, the label of its axis, and a part of their names."""
+
+    unit: str
+    label: str
+    part: str = ""
+
+
+PLOTTED: Final[Mapping[str, Plot]] = {
+    "iteration": Plot("", "iteration time, as a ratio"),
+    "recovery": Plot("s", "seconds"),
+    "allreduce": Plot("", "time of the ring's AllReduce / gloo's"),
+    "trees": Plot("", "time of the trees' AllReduce / the ring's", ": trees / ring"),
+    "control_plane": Plot("s", "seconds"),
 }
-"""By benchmark: the unit of the figures that a plot shows, and the label of its axis."""
+"""By benchmark."""
 
 
 def machine() -> str:
@@ -113,7 +123,7 @@ def draw(folder: Path, name: str, results: Sequence[Mapping[str, Any]]) -> None:
     plotted = _plotted_results(name, results)
     if not plotted:
         return
-    unit, label = PLOTTED[name]
+    unit, label, _ = PLOTTED[name]
     with matplotlib.rc_context({"svg.hashsalt": "checkmate", "svg.fonttype": "none"}):
         picture = Picture(figsize=(8, 0.8 + 0.42 * len(plotted)), layout="constrained")
         axes = picture.add_subplot()
@@ -135,8 +145,11 @@ def _plotted_results(name: str, results: Sequence[Mapping[str, Any]]) -> list[Ma
     """Return the figures that a benchmark's plot shows; none if it has no plot."""
     if name not in PLOTTED:
         return []
+    plot = PLOTTED[name]
     return [
-        result for result in results if result["kind"] != "Skipped" and result["unit"] == PLOTTED[name][0]
+        result
+        for result in results
+        if result["kind"] != "Skipped" and result["unit"] == plot.unit and plot.part in result["name"]
     ]
 
 
