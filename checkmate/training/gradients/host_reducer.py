@@ -19,7 +19,7 @@ from checkmate.ring.owned import OwnedBucket, broadcast_steps, reduce_steps
 from checkmate.ring.place import RingError, RingPlace
 from checkmate.ring.steps import SLICE_BYTES, Position, RingSteps
 from checkmate.ring.watching import NextWatch
-from checkmate.training.gradients.reducer import Ends, zero_bucket
+from checkmate.training.gradients.reducer import Ends, InOrder, zero_bucket
 from checkmate.training.gradients.ring_reducer import RingReducer
 from checkmate.training.gradients.staging import Staging
 from checkmate.wire.layout import BucketLayout, Layout
@@ -120,8 +120,8 @@ class HostReducer:
         self._lock = threading.Lock()
         self._error: RingError | None = None
         self._given_up = False
-        self._ready: set[int] = set()  # buckets that may be broadcast, or received
-        self._next = 0  # bucket to broadcast
+        self._broadcasts: InOrder
+        """Broadcasts or receives each bucket as soon as all before it are."""
         self._on_error: Callable[[RingError], None]
         self._inward: RingEngine
         self._outward: RingEngine
@@ -135,7 +135,8 @@ class HostReducer:
         """Start the threads."""
         self._on_error = on_error
         self._outward = self._engine(self._rings.outward, broadcast_steps, on_done)
-        self._inner.open(lambda number: self._broadcast_in_order(self._inner_buckets[number]), self._fail)
+        self._broadcasts = InOrder(len(self._buckets), self._outward.submit)
+        self._inner.open(lambda number: self._broadcasts.add(self._inner_buckets[number]), self._fail)
         self._inward = self._engine(self._rings.inward, reduce_steps, self._summed)
         self._watch = NextWatch(self._rings.inward, self._fail)
 
@@ -178,18 +179,9 @@ class HostReducer:
         """Go on with a bucket whose sum the owner has, in a thread of the first ring."""
         number = self._inner_index.get(index)
         if number is None:
-            self._broadcast_in_order(index)
+            self._broadcasts.add(index)
         else:
             self._inner.submit(number)
-
-    def _broadcast_in_order(self, index: int) -> None:
-        """Broadcast a bucket as soon as all before it are, or receive it."""
-        with self._lock:
-            self._ready.add(index)
-            while self._next in self._ready:
-                self._ready.remove(self._next)
-                self._outward.submit(self._next)
-                self._next = (self._next + 1) % len(self._buckets)
 
     def _fail(self, error: RingError) -> None:
         """Report the first error, and have the ranks of this host and of the DP group fail, too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -61,6 +62,26 @@ class Reducer(Protocol):
 
     def close(self) -> None:
         """End. Buckets in progress are lost."""
+
+
+class InOrder:
+    """Passes numbers on in their order, 0 to `count` - 1 again and again, whichever comes first."""
+
+    def __init__(self, count: int, act: Callable[[int], None]) -> None:
+        """Begin with number 0. `act` is called with each number, by one thread of several at a time."""
+        self._count, self._act = count, act
+        self._lock = threading.Lock()
+        self._waiting: set[int] = set()
+        self._next = 0
+
+    def add(self, number: int) -> None:
+        """Pass on this number, and those that have waited for it, once all before it are."""
+        with self._lock:
+            self._waiting.add(number)
+            while self._next in self._waiting:
+                self._waiting.remove(self._next)
+                self._act(self._next)
+                self._next = (self._next + 1) % self._count
 
 
 def zero_buckets(layout: Layout, device: torch.device, *, pinned: bool = False) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from checkmate.ring.engine import Engine, RingEngine
 from checkmate.ring.place import RingError
 from checkmate.ring.steps import SLICE_BYTES, allreduce_steps
 from checkmate.tagger import TaggedSocket
-from checkmate.training.gradients.reducer import Ends, zero_buckets
+from checkmate.training.gradients.reducer import Ends, InOrder, zero_buckets
 from checkmate.training.gradients.repairs import Repairs
 from checkmate.training.gradients.staging import Staging, staging_for
 from checkmate.tree.connections import Tree
@@ -72,10 +72,8 @@ class RingReducer:
         self._engines: list[Engine] = []
         self._places: dict[int, tuple[Engine, int]] = {}  # by bucket: its engine, and its index there
         self._lock = threading.Lock()
-        self._reduced: set[int] = set()  # buckets that wait for one before them
-        self._next = 0  # bucket to report
         self._has_failed = False
-        self._on_done: Callable[[int], None]
+        self._reports: InOrder
         self._on_error: Callable[[RingError], None]
         self._interval: float
 
@@ -85,7 +83,9 @@ class RingReducer:
 
     def open(self, on_done: Callable[[int], None], on_error: Callable[[RingError], None]) -> None:
         """Start the threads."""
-        self._on_done, self._on_error = on_done, on_error
+        self._on_error = on_error
+        # Ring and trees have each an order of their own.
+        self._reports = InOrder(len(self._schedule), on_done)
         slicing = self.layout.slicing
         small = [isinstance(slicing, TreeSlicing) and slicing.by_tree(bucket) for bucket in self._schedule]
         try:
@@ -104,7 +104,7 @@ class RingReducer:
         buckets = [self._schedule[number] for number in numbers]
 
         def report(index: int) -> None:
-            self._report_in_order(numbers[index])
+            self._reports.add(numbers[index])
 
         engine: Engine
         if over_trees:
@@ -126,18 +126,6 @@ class RingReducer:
             self._ring.tagger.warn_of_faults(self._ring.place.own_name)
         engine, number = self._places[index]
         engine.submit(number)
-
-    def _report_in_order(self, number: int) -> None:
-        """Report a bucket as reduced once all before it are: ring and trees have each their own order."""
-        if len(self._engines) == 1:
-            self._on_done(number)
-            return
-        with self._lock:
-            self._reduced.add(number)
-            while self._next in self._reduced:
-                self._reduced.remove(self._next)
-                self._on_done(self._next)
-                self._next = (self._next + 1) % len(self._schedule)
 
     def _fail(self, error: RingError) -> None:
         """Report the first error of ring and trees, and break both."""
