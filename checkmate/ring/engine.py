@@ -93,7 +93,6 @@ class Engine(ABC):
         if self._submitted.value - self._finished == len(self._buckets):
             raise ValueError(f"bucket {index} submitted again before it was done")
         self._submitted.advance()
-        self._wake()
 
     def close(self) -> None:
         """End the threads. If buckets are in progress, this breaks the connections."""
@@ -110,10 +109,6 @@ class Engine(ABC):
     @abstractmethod
     def _workers(self) -> Iterator[Worker]:
         """Yield the work of each thread, which ends once `_submitted` has ended."""
-
-    @abstractmethod
-    def _wake(self) -> None:
-        """Wake threads that wait for more than `_submitted`, if it has grown or ended."""
 
     def _start(self) -> None:
         for worker in self._workers():
@@ -171,7 +166,6 @@ class Engine(ABC):
 
     def _end(self) -> None:
         self._submitted.end()
-        self._wake()
 
     def _broken(self, channel: int, way: str, peer: int, error: OSError) -> RingError:
         place = self._connections.place
@@ -266,11 +260,10 @@ class RingEngine(Engine):
                 arrivals.advance()
             self._finish(index)
 
-    def _wake(self) -> None:
-        """End waits for arrivals, once the engine has ended."""
-        if self._submitted.has_ended:
-            for arrivals in self._arrivals:
-                arrivals.end()
+    def _end(self) -> None:
+        super()._end()
+        for arrivals in self._arrivals:
+            arrivals.end()
 
 
 class Watermark:

@@ -16,12 +16,11 @@ from checkmate.ring.place import RingPlace
 from checkmate.tagger import Tagger
 from checkmate.tree.progress import TreeLink, TreeWay, links
 from checkmate.wire.ring_sockets import TREE_CHANNEL_PORTS
-from checkmate.wire.schedule import FIRST, LAST
+from checkmate.wire.schedule import SIDES, side_of
 from checkmate.wire.tree import TreePlace, tree_place
 
-_SIDES: Final = (FIRST, LAST)
 _ENDS: Final = 3  # of a rank in a tree, on which it accepts: its parent's, and two children's
-assert len(_SIDES) * _ENDS == TREE_CHANNEL_PORTS
+assert len(SIDES) * _ENDS == TREE_CHANNEL_PORTS
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,10 @@ class Tree(Connections):
 
     def root(self, channel: int) -> Sender | None:
         """Return what sends results on a channel if this rank is a root, which has one child."""
-        place = self.place
-        for side in _SIDES:
-            if tree_place(place.ranks, place.rank, side).parent is None:
-                return next(
-                    end.sender for end in self.ends[channel, side] if end.link.way is TreeWay.RESULT_OUT
-                )
-        return None
+        side = side_of(self.place.ranks, self.place.rank)
+        if side is None:
+            return None
+        return next(end.sender for end in self.ends[channel, side] if end.link.way is TreeWay.RESULT_OUT)
 
 
 def connect_tree(place: RingPlace, tagger: Tagger | None = None, timeout: float = 30) -> Tree:
@@ -89,7 +85,7 @@ def _all_links(place: RingPlace) -> list[tuple[int, int, TreeLink, int]]:
     """Return channel, side, link and peer of each of a rank's connections."""
     ends = []
     for channel in range(place.channels):
-        for side in _SIDES:
+        for side in SIDES:
             at = tree_place(place.ranks, place.rank, side)
             for link in links(at):
                 up = (
@@ -110,4 +106,4 @@ def _other_end(rank: int, link: TreeLink, peer: TreePlace) -> TreeLink:
 def _port(channel: int, side: int, link: TreeLink) -> int:
     """Return the port, after a rank's first one, on which it accepts the connection of a link."""
     end = 0 if link.way is TreeWay.RESULT_IN else 1 + link.child
-    return (len(_SIDES) * channel + side) * _ENDS + end
+    return (len(SIDES) * channel + side) * _ENDS + end

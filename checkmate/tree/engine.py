@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -23,10 +23,8 @@ from checkmate.ring.place import RingError
 from checkmate.ring.steps import Arrival
 from checkmate.tree.connections import Tree, TreeEnd
 from checkmate.tree.progress import SLICE_BYTES, SliceSequence, TreeProgress, TreeWay, tree_slices
-from checkmate.wire.schedule import FIRST, LAST, Bucket
+from checkmate.wire.schedule import SIDES, Bucket
 from checkmate.wire.tree import tree_place
-
-_SIDES: Final = (FIRST, LAST)
 
 
 @dataclass
@@ -74,7 +72,7 @@ class TreeEngine(Engine):
         self._progress: list[list[tuple[TreeProgress, SliceSequence]]] = [[] for _ in channels]
         self._flows: list[list[_Flow]] = [[] for _ in channels]
         for channel in channels:
-            for side in _SIDES:
+            for side in SIDES:
                 parts = [*tree_slices(buckets, len(channels), channel, side, slice_bytes)]
                 sequence = SliceSequence.of(parts, len(buckets))
                 progress = TreeProgress(tree_place(tree.place.ranks, tree.place.rank, side))
@@ -88,6 +86,11 @@ class TreeEngine(Engine):
         self._wake_lock = threading.Lock()
         self._wakes = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in channels]
 
+    def submit(self, index: int) -> None:
+        """Start work on the next bucket, as `Engine.submit`."""
+        super().submit(index)
+        self._wake()
+
     def close(self) -> None:
         """End the threads. If buckets are in progress, this breaks the connections."""
         super().close()
@@ -99,6 +102,10 @@ class TreeEngine(Engine):
     def _workers(self) -> Iterator[Worker]:
         for channel in range(self._tree.place.channels):
             yield Worker(f"tree {channel}", self._pass_on, channel)
+
+    def _end(self) -> None:
+        super()._end()
+        self._wake()
 
     def _wake(self) -> None:
         """Have threads look at `_submitted` again."""

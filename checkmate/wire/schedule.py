@@ -9,10 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 FIRST, LAST = 0, 1
 """The side of a boundary: the ring's first or last rank."""
+SIDES: Final = (FIRST, LAST)
 
 
 @dataclass(frozen=True, slots=True)
