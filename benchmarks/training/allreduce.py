@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.progress import Progress
@@ -33,19 +34,49 @@ def measure() -> list[Result]:
         return [Skipped("allreduce", "needs root, for network namespaces")]
     with Progress(transient=True) as bar, Lab(load("single_tor"), "softswitch", name="benchreduce") as lab:
         task = bar.add_task("allreduce", total=None)
-        bridge_instead(lab)
-        with Crew(lab) as crew:
-            hosts = [(rank.name, rank.interface) for rank in lab.topology.ranks]
-            ips = [str(nic.ip) for _, nic in hosts]
-            common = ["--ips", *ips, "--kib", *(str(1024 * mib) for mib in SIZES), "--rounds", str(ROUNDS)]
-            members = []
-            for number, (name, nic) in enumerate(hosts):
-                options = ["--rank", str(number), "--interface", nic.name]
-                argv = [sys.executable, "-m", "benchmarks.training.allreduce_rank", *options, *common]
-                members.append(crew.start(name, name, argv))
-            crew.finish(members, _SECONDS, lambda: bar.advance(task))
-            outputs = [json.loads(member.output_text()) for member in members]
+        kib = [1024 * mib for mib in SIZES]
+        outputs = rank_outputs(lab, kib, ROUNDS, (), _SECONDS, lambda: bar.advance(task))
     return figures(outputs)
+
+
+def rank_outputs(
+    lab: Lab,
+    kib: Sequence[int],
+    rounds: int,
+    options: Sequence[str],
+    seconds: float,
+    look: Callable[[], None],
+) -> list[dict[str, Any]]:
+    """Return what each rank of `allreduce_rank` prints in a lab whose switch is replaced by a bridge.
+
+    Args:
+        lab: The lab, whose only switch is removed.
+        kib: Sizes of the tensor.
+        rounds: Repetitions for each size and kind.
+        options: Further ones of the ranks.
+        seconds: Until all must have ended.
+        look: Called meanwhile.
+    """
+    bridge_instead(lab)
+    hosts = [(rank.name, rank.interface) for rank in lab.topology.ranks]
+    common = ["--ips", *(str(nic.ip) for _, nic in hosts), "--kib", *map(str, kib), "--rounds", str(rounds)]
+    with Crew(lab) as crew:
+        members = []
+        for number, (name, nic) in enumerate(hosts):
+            place = ["--rank", str(number), "--interface", nic.name]
+            argv = [sys.executable, "-m", "benchmarks.training.allreduce_rank", *place, *common, *options]
+            members.append(crew.start(name, name, argv))
+        crew.finish(members, seconds, look)
+        return [json.loads(member.output_text()) for member in members]
+
+
+def slowest(outputs: Sequence[dict[str, Any]], kib: int, main: str) -> dict[str, list[float]]:
+    """Return by implementation the seconds of each round on its slowest rank."""
+    of_ranks = [output["seconds"][str(kib)][main] for output in outputs]
+    return {
+        name: [max(round_) for round_ in zip(*(seconds[name] for seconds in of_ranks), strict=True)]
+        for name in of_ranks[0]
+    }
 
 
 def figures(outputs: list[dict[str, Any]]) -> list[Result]:
@@ -54,15 +85,7 @@ def figures(outputs: list[dict[str, Any]]) -> list[Result]:
     results: list[Result] = []
     for main in MAINS:
         for mib in SIZES:
-            seconds = {
-                implementation: [
-                    max(round_)
-                    for round_ in zip(
-                        *(s["seconds"][str(1024 * mib)][main][implementation] for s in outputs), strict=True
-                    )
-                ]
-                for implementation in ("ring", "gloo")
-            }
+            seconds = slowest(outputs, 1024 * mib, main)
             aim, floor = (0.8, 1.0) if mib in _AIMED_AT else (None, None)
             words = "idle" if main == "idle" else "busy in Python"
             name = f"ring / gloo, {mib} MiB, main thread {words}"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+from collections.abc import Callable
 from statistics import median
 from typing import Any, Final
 
 from rich.progress import Progress
 
 from benchmarks.figures import Figure, Result, Skipped, ratios, spread95
-from benchmarks.switch.rings import bridge_instead
+from benchmarks.training.allreduce import rank_outputs, slowest
 from benchmarks.training.allreduce_rank import CONTROL
-from topologies.crew import Crew
 from topologies.describe.topology import build
 from topologies.lab import Lab
 
@@ -45,37 +43,23 @@ def measure() -> list[Result]:
     return results
 
 
-def _outputs(ranks: int, look: Any) -> list[dict[str, Any]]:
+def _outputs(ranks: int, look: Callable[[], None]) -> list[dict[str, Any]]:
     described = {
         "title": f"{ranks} ranks on a switch",
         "switches": ["tor"],
         "dp_groups": [{"ranks": ["tor"] * ranks}],
         "shadow_nodes": [["tor"]],
     }
+    options = ["--channels", "1", "--trees", "--tagged", "--mains", "idle"]
     with Lab(build("trees", described), "softswitch", name="benchtrees") as lab:
-        bridge_instead(lab)
-        hosts = [(rank.name, rank.interface) for rank in lab.topology.ranks]
-        common = ["--ips", *(str(nic.ip) for _, nic in hosts), "--kib", *map(str, SIZES)]
-        common += ["--rounds", str(ROUNDS), "--channels", "1", "--trees", "--tagged", "--mains", "idle"]
-        with Crew(lab) as crew:
-            members = []
-            for number, (name, nic) in enumerate(hosts):
-                options = ["--rank", str(number), "--interface", nic.name]
-                argv = [sys.executable, "-m", "benchmarks.training.allreduce_rank", *options, *common]
-                members.append(crew.start(name, name, argv))
-            crew.finish(members, _SECONDS, look)
-            return [json.loads(member.output_text()) for member in members]
+        return rank_outputs(lab, SIZES, ROUNDS, options, _SECONDS, look)
 
 
 def figures(ranks: int, outputs: list[dict[str, Any]]) -> list[Result]:
     """Return the figures from the output of each rank."""
     results: list[Result] = []
     for kib in SIZES:
-        of_ranks = [output["seconds"][str(kib)]["idle"] for output in outputs]
-        seconds = {
-            name: [max(round_) for round_ in zip(*(rank[name] for rank in of_ranks), strict=True)]
-            for name in of_ranks[0]
-        }
+        seconds = slowest(outputs, kib, "idle")
         size = f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
         ms = {name: 1000 * median(times) for name, times in seconds.items()}
         note = f"{ms['tree']:.2f} / {ms['ring']:.2f} ms; gloo {ms['gloo']:.2f} ms"
