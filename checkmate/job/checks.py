@@ -20,7 +20,6 @@ from checkmate.job.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, S
 from checkmate.job.tofino.ports import tofino_faults
 from checkmate.job.validation import ValidPart, addresses_of, parts, served_at, validated
 from checkmate.wire.tag import CHANNELS_MAX, NCCL_SHADOW_IDS, SHARDS_MAX
-from checkmate.wire.tree import FASTER_RANKS, MIN_RANKS
 
 PORTS_MOST: Final = 65535
 MAX_LISTED: Final = 16
@@ -277,10 +276,9 @@ def notes(job: Job) -> Iterator[str]:
             f"{in_ranges(idle)}, so that nothing is held there (shadow_nodes of dp_groups)"
         )
     if job.collective == "tree" and not any(map(job.has_trees, job.groups)):
-        least = MIN_RANKS if job.tree_bytes is not None else FASTER_RANKS
         yield (
             f"{job.job}: no DP group has trees (collective: tree), because all have fewer than "
-            f"{counted(least, 'rank')}"
+            f"{counted(job.min_tree_ranks, 'rank')}"
             + ("" if job.tree_bytes is not None else "; tree_bytes gives them some")
         )
     if job.collective != "nccl" or job.mesh is not None:

@@ -364,10 +364,14 @@ class Job(Frozen):
             by_hosts.setdefault(index if None in hosts else hosts, []).append(index)
         return list(by_hosts.values())
 
+    @property
+    def min_tree_ranks(self) -> int:
+        """The number of ranks from which on a DP group has trees, if `collective` has them."""
+        return FASTER_RANKS if self.tree_bytes is None else MIN_RANKS
+
     def has_trees(self, group: int) -> bool:
         """Return whether a DP group has trees beside its ring."""
-        least = FASTER_RANKS if self.tree_bytes is None else MIN_RANKS
-        return self.collective == "tree" and len(self.dp_groups[group].ranks) >= least
+        return self.collective == "tree" and len(self.dp_groups[group].ranks) >= self.min_tree_ranks
 
     def stream_channels(self, group: int) -> int:
         """Return the number of channels that a DP group's streams have: of its ring, and of its trees."""

@@ -10,7 +10,7 @@ from checkmate.job.schema import Job
 from checkmate.ring.place import ring_ports, tree_ports
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 from checkmate.wire.schedule import FIRST, Bucket, StreamName
-from checkmate.wire.tree import TREE_BYTES
+from checkmate.wire.tree import TreeSlicing
 from controlplane.network import Network
 from topologies.describe.topology import BadDescription, Topology
 from topologies.traffic.digests import Tail
@@ -53,21 +53,22 @@ def buckets(job: Job, group: int, load: Load) -> list[Bucket]:
     shards = job.shards(group)
     share = -(-load.nbytes // (load.iterations * len(job.dp_groups) * shards))
     per_shard = -(-share // BUCKET_BYTES)
-    least = tree_bytes(job) if job.has_trees(group) else 0  # larger buckets go around the ring
+    tree_bytes = _tree_bytes(job, group)  # larger buckets go around the ring
     sizes = list(_DTYPES)
     layout = []
     for number in range(per_shard * shards):
         size = sizes[number % len(sizes)]
-        elements = max(-(-share // (per_shard * size)), least // size) + 3 * number + 1
+        elements = max(-(-share // (per_shard * size)), (tree_bytes or 0) // size) + 3 * number + 1
         layout.append(Bucket(elements, size, number % shards))
-    if job.has_trees(group):  # a small bucket of each shard, which its trees reduce
-        layout += [Bucket(tree_bytes(job) // 8 + 1 + shard, 4, shard) for shard in range(shards)]
+    if tree_bytes is not None:  # a small bucket of each shard, which its trees reduce
+        layout += [Bucket(tree_bytes // 8 + 1 + shard, 4, shard) for shard in range(shards)]
     return layout
 
 
-def tree_bytes(job: Job) -> int:
-    """Return the size of the largest buckets that go over trees."""
-    return TREE_BYTES if job.tree_bytes is None else job.tree_bytes
+def _tree_bytes(job: Job, group: int) -> int | None:
+    """Return the size of the largest buckets that go over a DP group's trees; `None` if it has none."""
+    cut = slicing(job, group)
+    return cut.tree_bytes if isinstance(cut, TreeSlicing) else None
 
 
 def gathered(job: Job, load: Load) -> int:
@@ -80,9 +81,9 @@ def ring(job: Job, group: int, load: Load) -> dict[str, Any]:
     """Return a DP group's ring, as the configuration of `topologies.traffic.rank`."""
     first_id = first_shadow_ids(job)[group]
     trees = {}
-    if job.has_trees(group):
+    if (tree_bytes := _tree_bytes(job, group)) is not None:
         trees = {
-            "tree_bytes": tree_bytes(job),
+            "tree_bytes": tree_bytes,
             "tree_group": len(job.dp_groups) + group,
             "tree_ports": tree_ports(job, group),
         }

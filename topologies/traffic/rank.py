@@ -28,8 +28,8 @@ from checkmate.tree.engine import TreeEngine
 from checkmate.tree.progress import links
 from checkmate.wire import tag as wire
 from checkmate.wire.ring_sockets import TREE_PORT
-from checkmate.wire.schedule import FIRST, LAST, Bucket, chunk_sent, chunk_slice, side_of
-from checkmate.wire.tree import tree_place
+from checkmate.wire.schedule import SIDES, Bucket, chunk_sent, chunk_slice, side_of
+from checkmate.wire.tree import TreeSlicing, tree_place
 from topologies.describe.topology import BadDescription
 from topologies.traffic.digests import Digests, StrictModel, TaggedStream, Tail, Whole, read_config
 
@@ -159,23 +159,25 @@ def run_rank(job: RingJob, rank: int) -> RankResult:
     side = side_of(len(job.ips), rank)
     tagging = job.tag and side is not None
     digests = Digests(side or 0, job.digest, job.tails)
+    slicing = None if job.tree_bytes is None else TreeSlicing(job.tree_bytes)
     if side is not None and job.tag:
-        for group, in_trees in ((job.group, 0), (job.tree_group, 1))[: 1 if job.tree_bytes is None else 2]:
-            for channel in range(job.channels):
+        hops = [(job.group, 0)] if slicing is None else [(job.group, 0), (job.tree_group, job.channels)]
+        for group, first_channel in hops:
+            for channel in range(first_channel, first_channel + job.channels):
                 for shadow_id in sorted({bucket.shadow_id for bucket in buckets}):
-                    digests.expect(2 * group + side, job.channels * in_trees + channel, shadow_id)
+                    digests.expect(2 * group + side, channel, shadow_id)
     with ExitStack() as stack:
         tagger = stack.enter_context(Tagger.attach()) if tagging else None
         ring = stack.enter_context(connect_ring(_place(job, rank), tagger, job.timeout))
         connections: list[Connections] = [ring]
-        small = [job.tree_bytes is not None and bucket.nbytes <= job.tree_bytes for bucket in buckets]
+        small = [slicing is not None and slicing.by_tree(bucket) for bucket in buckets]
         over_ring = [index for index, is_small in enumerate(small) if not is_small]
         collectives: list[tuple[Collective, list[int]]] = []
         if over_ring:
             parts = [buckets[index] for index in over_ring]
             gather = AllGather(ring, parts, job.slice_bytes, _STEPS[job.operation])
             collectives.append((stack.enter_context(gather), over_ring))
-        if job.tree_bytes is not None:
+        if slicing is not None:
             tree = stack.enter_context(connect_tree(_tree_place(job, rank), tagger, job.timeout))
             connections.append(tree)
             over_trees = [index for index, is_small in enumerate(small) if is_small]
@@ -291,7 +293,7 @@ def _averaging(tree: Tree, buckets: Sequence[Bucket]) -> Collective:
 
 def _sent_on_trees(ranks: int, rank: int, nbytes: int) -> int:
     """Return how much a rank sends of that many bytes: half of them on each link of a tree."""
-    sides = [links(tree_place(ranks, rank, side)) for side in (FIRST, LAST)]
+    sides = [links(tree_place(ranks, rank, side)) for side in SIDES]
     return sum(nbytes // 2 for side in sides for link in side if link.way.sends)
 
 
