@@ -19,27 +19,28 @@ DEFAULT_PORT = ring_sockets.RING_PORT
 
 def ring_ports(job: Job, group: int) -> list[int]:
     """Return the port of channel 0 of each rank of a DP group: of each address, `CHANNELS_MAX` a rank."""
-    at = _at_their_addresses(job)
-    return [DEFAULT_PORT + tag.CHANNELS_MAX * at[rank.rank] for rank in job.dp_groups[group].ranks]
+    return _ports(job, job.dp_groups[group].ranks, DEFAULT_PORT, tag.CHANNELS_MAX)
 
 
 def repair_ports(job: Job, group: int) -> list[int]:
     """Return the port of each rank of a DP group to which the one before it sends what was lost again."""
-    at = _at_their_addresses(job)
-    return [ring_sockets.REPAIR_PORT + at[rank.rank] for rank in job.dp_groups[group].ranks]
+    return _ports(job, job.dp_groups[group].ranks, ring_sockets.REPAIR_PORT, 1)
 
 
 def tree_ports(job: Job, group: int) -> list[int]:
     """Return the first of the ports that each rank of a DP group has for trees."""
-    at = _at_their_addresses(job)
-    ranks = job.dp_groups[group].ranks
-    return [ring_sockets.TREE_PORT + ring_sockets.TREE_PORTS * at[rank.rank] for rank in ranks]
+    return _ports(job, job.dp_groups[group].ranks, ring_sockets.TREE_PORT, ring_sockets.TREE_PORTS)
 
 
 def host_ports(job: Job, ranks: Sequence[Rank]) -> list[int]:
     """Return the first of the two ports that each of these ranks has for the rings within its host."""
+    return _ports(job, ranks, ring_sockets.HOST_PORT, ring_sockets.HOST_PORTS)
+
+
+def _ports(job: Job, ranks: Sequence[Rank], first: int, count: int) -> list[int]:
+    """Return the first port of each of these ranks: at each address, a rank has `count` from `first` on."""
     at = _at_their_addresses(job)
-    return [ring_sockets.HOST_PORT + ring_sockets.HOST_PORTS * at[rank.rank] for rank in ranks]
+    return [first + count * at[rank.rank] for rank in ranks]
 
 
 def _at_their_addresses(job: Job) -> dict[int, int]:

@@ -98,24 +98,25 @@ class TaggedSocket:
 
     def write(self, piece: memoryview | bytes) -> None:
         """Send the chunk's next bytes. The end of the chunk is also the end of a segment."""
-        length = len(piece)
-        if length > self._chunk_left:
-            raise TaggerError(f"{length} bytes exceed the {self._chunk_left} bytes left of the chunk")
-        self._chunk_left -= length
-        # The kernel does not append to a buffer after MSG_EOR, so no segment is in two chunks.
-        self.socket.sendall(piece, 0 if self._chunk_left else socket.MSG_EOR)
-        self.written_bytes += length
+        flags = self._flags(len(piece))
+        self._chunk_left -= len(piece)
+        self.socket.sendall(piece, flags)
+        self.written_bytes += len(piece)
 
     def write_now(self, piece: memoryview | bytes) -> int:
         """Send as many of the chunk's next bytes as the kernel takes at once, and return their number."""
-        length = len(piece)
-        if length > self._chunk_left:
-            raise TaggerError(f"{length} bytes exceed the {self._chunk_left} bytes left of the chunk")
         # The kernel notes the end only once it has taken all.
-        count = send_now(self.socket, piece, 0 if self._chunk_left > length else socket.MSG_EOR)
+        count = send_now(self.socket, piece, self._flags(len(piece)))
         self._chunk_left -= count
         self.written_bytes += count
         return count
+
+    def _flags(self, length: int) -> int:
+        """Return the flags to send a chunk's next bytes with. Raise `TaggerError` for more than are left."""
+        if length > self._chunk_left:
+            raise TaggerError(f"{length} bytes exceed the {self._chunk_left} bytes left of the chunk")
+        # The kernel does not append to a buffer after MSG_EOR, so no segment is in two chunks.
+        return 0 if length < self._chunk_left else socket.MSG_EOR
 
     def send_again(self, data: memoryview | bytes, channel: int, shadow_id: int, position: int) -> None:
         """Send bytes that another connection has sent, tagged with their position in that stream (64 bits).

@@ -278,10 +278,8 @@ class Line:
                     self._kernel_iteration = self._dequeued_iteration
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
                 selector.modify(sock, events)
-                with self._condition:
-                    left = self._questions.seconds_left(time.monotonic())
-                wait = math.inf if outgoing else left
-                ready = {key.fd for key, _ in selector.select(None if math.isinf(wait) else wait)}
+                timeout = None if outgoing else self._seconds_to_question()
+                ready = {key.fd for key, _ in selector.select(timeout)}
                 outgoing += self._question() if not outgoing else b""
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
@@ -323,6 +321,12 @@ class Line:
             if self._finishing and not self._flushed and self._count_sent == len(self._parts):
                 self._flushed = True
                 yield pack(b"", ANSWER)
+
+    def _seconds_to_question(self) -> float | None:
+        """Return the time until a question; `None` if something has to happen before."""
+        with self._condition:
+            seconds = self._questions.seconds_left(time.monotonic())
+        return None if math.isinf(seconds) else seconds
 
     def _question(self) -> bytes:
         """Return the frame of a question, when it is time."""
